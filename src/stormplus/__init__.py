@@ -1,0 +1,52 @@
+"""STORM+: SGD with corrected momentum that sets its own step size and momentum.
+
+The names below load on first use, so `import stormplus` imports no framework.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from stormplus.solver import minimize as minimize
+    from stormplus.torch import SimplifiedStormPlus as SimplifiedStormPlus
+    from stormplus.torch import Storm as Storm
+    from stormplus.torch import StormPlus as StormPlus
+    from stormplus.torch import UniformIterate as UniformIterate
+    from stormplus.torch import same_sample as same_sample
+    from stormplus.torch import verify_closure as verify_closure
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "minimize": "stormplus.solver",
+    "StormPlus": "stormplus.torch",
+    "SimplifiedStormPlus": "stormplus.torch",
+    "Storm": "stormplus.torch",
+    "UniformIterate": "stormplus.torch",
+    "same_sample": "stormplus.torch",
+    "verify_closure": "stormplus.torch",
+}
+
+__all__ = [
+    "SimplifiedStormPlus",
+    "Storm",
+    "StormPlus",
+    "UniformIterate",
+    "minimize",
+    "same_sample",
+    "verify_closure",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'stormplus' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

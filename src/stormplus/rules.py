@@ -1,0 +1,154 @@
+"""The paper's scalar rules: what the gain `a` and the step size `eta` are.
+
+A rule is a pure function `(sums, |g_t|^2, |d_t|^2, t) -> (sums, a_{t+1}, eta_t)`. It uses
+arithmetic only, so it runs on Python floats, NumPy arrays, torch tensors and jax arrays
+alike, elementwise, and imports none of them. Every backend of the library calls these
+three classes; there is no second copy of a formula.
+
+| here                | paper                              |
+|---------------------|------------------------------------|
+| `g_sq`, `d_sq`      | |g_t|^2, |d_t|^2                   |
+| `a`                 | a_{t+1}                            |
+| `eta`               | eta_t                              |
+| `sum_g_sq`          | sum_{i<=t} |g_i|^2                 |
+| `sum_d_sq_over_a`   | sum_{i<=t} |d_i|^2 / a_{i+1}       |
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple, TypeAlias
+
+# A float, or an array of any framework that has the arithmetic operators.
+Scalar: TypeAlias = Any
+
+
+class Sum(NamedTuple):
+    """A running sum, and what rounding has kept out of it.
+
+    Float64 hardly needs the second number. Float32, on devices that have nothing wider,
+    would stop growing after some 10^7 equal terms without it.
+    """
+
+    value: Scalar = 0.0
+    lost: Scalar = 0.0
+
+    @property
+    def total(self) -> Scalar:
+        return self.value + self.lost
+
+    def plus(self, term: Scalar) -> Sum:
+        # Beyond the paper: Knuth's TwoSum, exact for every order of magnitude.
+        value = self.value + term
+        seen = value - self.value
+        lost = (self.value - (value - seen)) + (term - seen)
+        return Sum(value, self.lost + lost)
+
+
+class Sums(NamedTuple):
+    """What a rule remembers between steps."""
+
+    sum_g_sq: Sum = Sum()
+    sum_d_sq_over_a: Sum = Sum()
+
+
+Rule: TypeAlias = Callable[[Sums, Scalar, Scalar, Scalar], tuple[Sums, Scalar, Scalar]]
+
+
+def _inverse_cube_root(total: Scalar) -> Scalar:
+    # Beyond the paper: 0^(-1/3) is taken as 1. The sum is zero only while every d has been
+    # zero, and then the step eta d is zero whatever eta is.
+    return (total + (total == 0)) ** (-1 / 3)
+
+
+@dataclass(frozen=True)
+class StormPlusRule:
+    """STORM+, Algorithm 1."""
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_g_sq = sums.sum_g_sq.plus(g_sq)
+        a = (1 + sum_g_sq.total) ** (-2 / 3)  # Alg. 1, line 3, left
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
+        eta = _inverse_cube_root(sum_d_sq_over_a.total)  # Alg. 1, line 3, right
+        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+
+
+@dataclass(frozen=True)
+class SimplifiedStormPlusRule:
+    """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3), the step size of STORM+."""
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_g_sq = sums.sum_g_sq.plus(g_sq)  # enters no formula; reported
+        a = t ** (-2 / 3)  # Sec. 4.2
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
+        eta = _inverse_cube_root(sum_d_sq_over_a.total)  # Alg. 1, line 3, right
+        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+
+
+@dataclass(frozen=True)
+class StormRule:
+    """STORM (Cutkosky & Orabona 2019), in the form of the paper's Eq. (stormChoices).
+
+    Args:
+        theta: Numerator of the step size (k in Cutkosky & Orabona).
+        w: Offset under the cube root; must be positive.
+        c: Factor of the gain.
+        smoothness: L, the smoothness of the objective.
+    """
+
+    theta: float = 0.1
+    w: float = 0.1
+    c: float = 100.0
+    smoothness: float = 1.0
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+                raise ValueError(
+                    f"{field.name} must be a positive finite number, got {value!r}; "
+                    f"the default is {field.default}"
+                )
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_g_sq = sums.sum_g_sq.plus(g_sq)
+        eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
+        a = self.c * self.smoothness**2 * eta**2  # Eq. (stormChoices), right
+        a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
+        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+
+
+_RULES: dict[str, type] = {
+    "storm+": StormPlusRule,
+    "simplified-storm+": SimplifiedStormPlusRule,
+    "storm": StormRule,
+}
+
+
+def make_rule(method: str, **options: float) -> Rule:
+    """The rule called `method`, with the constants it has.
+
+    Args:
+        method: "storm+", "simplified-storm+" or "storm".
+        **options: For "storm": `theta`, `w`, `c`, `smoothness`.
+    """
+    if method not in _RULES:
+        raise ValueError(f"method must be one of {', '.join(_RULES)}, got {method!r}")
+    known = {field.name for field in fields(_RULES[method])}
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise TypeError(
+            f"method {method!r} has no option {', '.join(unknown)}; "
+            f"it takes {', '.join(sorted(known)) or 'none'}"
+        )
+    rule: Rule = _RULES[method](**options)
+    return rule
