@@ -172,14 +172,17 @@ class _Progress:
                 blocks = [block.copy() for block in fields[name]]
                 fields[name] = blocks[0] if self.single else blocks
         result = OptimizeResult()
-        result |= fields | {
-            "nit": self.nit,
-            "ngev": max(2 * self.nit - 1, 0),
-            "history": _History(self.rows, self.nit),
-            "success": success,
-            "status": 0 if success else 1,
-            "message": message,
-        }
+        result.update(fields)
+        result.update(
+            {
+                "nit": self.nit,
+                "ngev": max(2 * self.nit - 1, 0),
+                "history": _History(self.rows, self.nit),
+                "success": success,
+                "status": 0 if success else 1,
+                "message": message,
+            }
+        )
         return result
 
 

@@ -1,0 +1,84 @@
+"""`UniformIterate`: the paper's output, a point uniform over x_1, ..., x_T."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class UniformIterate:
+    """Keeps one point, uniform over all points seen, by reservoir sampling.
+
+    Call `update()` after every step: the first step does not move the parameters, so after
+    step t they are at x_t. The choice comes from a generator of its own: the global
+    random stream is untouched, and all ranks of a distributed run keep the same iterate.
+
+    Args:
+        module_or_params: A module (its buffers are kept with the parameters), or
+            parameters.
+        seed: Of the choice. The same on all ranks.
+    """
+
+    def __init__(self, module_or_params: nn.Module | Iterable[Tensor], seed: int = 0) -> None:
+        self._live = list(_tensors(module_or_params))
+        if not self._live:
+            raise ValueError("UniformIterate got no parameters")
+        self.seed = int(seed)
+        self.count = 0
+        self.chosen = 0  # which iterate is kept, from 1
+        self._kept = [t.detach().clone() for t in self._live]
+        self._generator = torch.Generator().manual_seed(self.seed)
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """Take note of the present point; True if it is now the one kept."""
+        self.count += 1
+        # Alg. 1, line 8: iterate t replaces the one kept with probability 1/t.
+        kept = int(torch.randint(self.count, (1,), generator=self._generator)) == 0
+        if kept:
+            self.chosen = self.count
+            for mine, theirs in zip(self._kept, self._live):
+                mine.copy_(theirs)
+        return kept
+
+    @torch.no_grad()
+    def copy_to(self, target: nn.Module | Iterable[Tensor] | None = None) -> None:
+        """Write the kept point into `target`, by default where it was taken from."""
+        if self.count == 0:
+            raise RuntimeError("no iterate yet: call update() after every step")
+        targets = self._live if target is None else list(_tensors(target))
+        if [t.shape for t in targets] != [t.shape for t in self._kept]:
+            raise ValueError("the target's parameters and buffers differ in number or shape")
+        for theirs, mine in zip(targets, self._kept):
+            theirs.copy_(mine)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {
+            "seed": self.seed,
+            "count": self.count,
+            "chosen": self.chosen,
+            "kept": list(self._kept),
+            "generator": self._generator.get_state(),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        kept = state_dict["kept"]
+        if [t.shape for t in kept] != [t.shape for t in self._kept]:
+            raise ValueError("the saved iterate has other shapes than this model")
+        for mine, saved in zip(self._kept, kept):
+            mine.copy_(saved)
+        self.seed, self.count = state_dict["seed"], state_dict["count"]
+        self.chosen = state_dict["chosen"]
+        self._generator.set_state(state_dict["generator"].cpu())
+
+
+def _tensors(source: nn.Module | Iterable[Tensor]) -> Iterable[Tensor]:
+    if isinstance(source, nn.Module):
+        yield from source.parameters()
+        yield from source.buffers()
+    else:
+        yield from source

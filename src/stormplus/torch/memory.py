@@ -1,0 +1,108 @@
+"""What an optimizer remembers between steps, under torch's contract for optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from stormplus.rules import Rule
+from stormplus.torch import state as states
+from stormplus.torch.options import Options, check_group
+
+START, READY, PENDING = 0, 1, 2
+
+
+class RememberingOptimizer(Optimizer):
+    """State that exists from construction, grows with the parameters and survives loading."""
+
+    rule: Rule
+
+    def __init__(self, params: Any, options: Options, defaults: dict[str, Any]) -> None:
+        self._options = options
+        self._between: list[Callable[[], None]] = []  # called between the two evaluations
+        super().__init__(params, defaults)
+        if not any(group["params"] for group in self.param_groups):
+            raise ValueError("the optimizer got parameter groups with no parameter in them")
+
+    @property
+    def _home(self) -> dict[str, Any]:
+        """The state of the first parameter, where the rule's numbers live."""
+        first = next(chain.from_iterable(group["params"] for group in self.param_groups))
+        home: dict[str, Any] = self.state[first]
+        return home
+
+    def _advance(self, phase: int) -> None:
+        self._home["phase"] = phase
+        self._home["grad_evaluations"] += 1
+
+    @property
+    def started(self) -> bool:
+        """Whether there is an estimator: if not, the next sample takes one evaluation."""
+        return bool(self._home["phase"] != START)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the parameters have moved and the second evaluation is still to come."""
+        return bool(self._home["phase"] == PENDING)
+
+    def diagnostics(self) -> dict[str, float]:
+        """Where the run stands, in plain floats.
+
+        `step`, `gain` (a_{t+1}), `step_size` (eta_t), `grad_norm`, `estimator_norm`,
+        `sum_g_sq`, `sum_d_sq_over_a`, `grad_evaluations`. With a scope other than
+        "global", norms and sums are totals, `gain` and `step_size` means, `step` the
+        largest, and each comes with its `_min` and `_max` over the buckets.
+        """
+        return states.diagnose(self._home, several=self._options.scope != "global")
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; each takes d = g at its first gradient."""
+        super().add_param_group(param_group)
+        check_group(self.param_groups[-1])
+        for p in self.param_groups[-1]["params"]:
+            self.state[p] = {"joined": 0}
+            if p.requires_grad:
+                self.state[p]["estimator"] = states.new_estimator(p)
+        if any(group["params"] for group in self.param_groups):
+            self._make_room()
+
+    def _make_room(self) -> None:
+        home, groups = self._home, self.param_groups
+        counts = {
+            "global": 1,
+            "group": len(groups),
+            "tensor": sum(len(g["params"]) for g in groups),
+        }
+        device = next(p for group in groups for p in group["params"]).device
+        fresh = states.new_scalars(device, counts[self._options.scope])
+        if "format" in home:  # keep what the buckets so far have learned
+            known = len(home["step"])
+            fresh = {name: torch.cat([home[name], new[known:]]) for name, new in fresh.items()}
+        home |= states.new_header(self.rule, self._options) | home | fresh
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state so that the run goes on bit by bit; another optimizer's is refused."""
+        saved: dict[str, Any] = {}
+
+        def look(_: Optimizer, loaded: dict[str, Any]) -> None:
+            states.check_loadable(loaded, self._home, type(self).__name__)
+            saved.update(loaded)
+
+        handle = self.register_load_state_dict_pre_hook(look)  # runs after the user's own
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        # torch has cast every tensor to its parameter's dtype; the saved ones go back.
+        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
+        params = chain.from_iterable(group["params"] for group in self.param_groups)
+        for i, p in zip(ids, params):
+            self.state[p] = states.restored(saved["state"].get(i, {"joined": 0}), p)
+
+    def __getstate__(self) -> dict[str, Any]:
+        own = ("rule", "_options", "_between")
+        return super().__getstate__() | {name: getattr(self, name) for name in own}

@@ -1,0 +1,226 @@
+"""The template: Algorithm 1 in the order that needs one buffer.
+
+`x_{t+1}`, `a_{t+1}` and `eta_t` are known before the sample `xi_{t+1}` is drawn. So the
+first gradient of a sample is taken at x_t, the parameters move, the estimator drops what
+it no longer needs, and the second gradient completes it: no previous iterate is stored.
+
+    phase    the next call    what it does
+    START    estimate         d <- g
+    READY    move             x <- x - lr eta d;  d <- (1 - a)(d - g~)
+    PENDING  estimate         d <- d + g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import optimizer as torch_optimizer
+
+from stormplus.torch import state as states
+from stormplus.torch.kernels import undo_estimate
+from stormplus.torch.memory import PENDING, READY, START, RememberingOptimizer
+from stormplus.torch.norms import Part, collect
+from stormplus.torch.options import Options, closure_needed
+from stormplus.torch.same_sample import RandomStreams
+from stormplus.torch.work import Work, blame, gather
+
+_RETRY = (
+    "the parameters have moved and the step is pending: evaluate the same sample again and "
+    "call estimate(), or go on with step(closure), which restarts the estimator"
+)
+
+
+class StormOptimizer(RememberingOptimizer):
+    """SGD with corrected momentum; a rule says what the gain and the step size are.
+
+    `opt.step(closure)` takes one sample. The closure zeroes the gradients, computes the
+    loss, calls backward and returns the loss; it is called once on the first step and
+    twice, on the same sample, on every later one.
+
+    Args:
+        params: Parameters, parameter groups, or `named_parameters()` (errors then have names).
+        lr: Multiplies eta_t in the move, per group, and enters no rule: the paper's
+            "initial step-size". A number or a tensor, and any scheduler works; the value
+            that counts is the one in force when the parameters move.
+        weight_decay: L2 regularisation, part of the objective, or, with
+            `decoupled_weight_decay`, x <- x - lr eta_t (d + weight_decay x). Per group.
+        decoupled_weight_decay: See `weight_decay`.
+        maximize: Maximize the objective instead.
+        norm: What |.|^2 means in the rules: "raw" (the paper), or "mean", divided by the
+            number of trainable elements.
+        scope: Which parameters share the sums: "global" (the paper), "group" or "tensor".
+        foreach: torch's multi-tensor operations; by default where they are faster.
+        fused: Compiled kernels; `torch.compile` needs a C++ compiler for them.
+        replay_rng: Let both evaluations of `step` see the same random numbers (dropout). A
+            list of `torch.Generator` names streams to replay beside torch's own.
+        check_finite: Raise `FloatingPointError` on a gradient that is not finite, before
+            harm is done. False saves one read of the gradient and every wait for the device.
+        max_move: Beyond the paper: a bound on lr eta_t |d_t|, the length of a move.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1.0,
+        *,
+        weight_decay: float = 0.0,
+        decoupled_weight_decay: bool = False,
+        maximize: bool = False,
+        norm: str = "raw",
+        scope: str = "global",
+        foreach: bool | None = None,
+        fused: bool | None = None,
+        replay_rng: bool | Iterable[torch.Generator] = True,
+        check_finite: bool = True,
+        max_move: float | None = None,
+    ) -> None:
+        options = Options(norm, scope, replay_rng, check_finite, max_move)
+        defaults = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "decoupled_weight_decay": decoupled_weight_decay,
+            "maximize": maximize,
+            "foreach": foreach,
+            "fused": fused,
+        }
+        super().__init__(params, options, defaults)
+
+    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one sample: one evaluation on the first call, two on every later one.
+
+        Args:
+            closure: Zeroes the gradients, computes the loss of ONE sample, calls backward
+                and returns the loss. It must see the same sample each time it is called.
+
+        Returns:
+            The loss of the first evaluation.
+        """
+        if closure is None:
+            raise TypeError(closure_needed(type(self).__name__))
+        evaluate = torch.enable_grad()(closure)
+        if self.pending:  # an earlier call was left halfway, and its sample is gone
+            self.restart()
+        if not self.started:
+            loss = evaluate()
+        else:
+            streams = self._random_streams() if self._options.replay_rng else None
+            loss = evaluate()
+            self._move()
+            if streams is not None:
+                streams.rewind()
+            evaluate()
+        self._estimate()
+        return loss
+
+    def move(self) -> None:
+        """First half of a step: call it when `.grad` holds the new sample's first gradient.
+
+        Afterwards the parameters are at the next point: evaluate the same sample again
+        and call `estimate()`.
+        """
+        if self._home["phase"] != READY:
+            raise RuntimeError(
+                "move() comes after estimate(): "
+                + (
+                    "evaluate the same sample again and call estimate(), or drop it with restart()"
+                    if self.pending
+                    else "on the first sample (opt.started is False) call only estimate()"
+                )
+            )
+        self._run_hooks(torch_optimizer._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
+        self._move()
+
+    def estimate(self) -> None:
+        """Second half of a step, and the whole of the first one: `d` from the gradient here."""
+        if self._home["phase"] == READY:
+            raise RuntimeError(
+                "estimate() comes after move(): evaluate a new sample, call move(), evaluate "
+                "the same sample again, then call estimate()"
+            )
+        if not self.started:
+            self._run_hooks(
+                torch_optimizer._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks
+            )
+        self._estimate()
+        self._run_hooks(
+            self._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks
+        )
+
+    def restart(self) -> None:
+        """Forget the estimator: the next sample takes one evaluation, d <- g. Sums are kept."""
+        self._home["phase"] = START
+
+    @torch.no_grad()
+    def _move(self) -> None:
+        work = gather(self.param_groups, self.state, self._home, self._options)
+        if self._options.check_finite:
+            parts = [part for batch in work.known.values() for part in batch.square_parts()]
+            g_tilde_sq = collect([parts], work.process_groups, self._home["step"])
+            self._check_finite(g_tilde_sq, "nothing has moved: go on with another sample")
+        for batch in work.known.values():
+            batch.kernels.move(batch)  # Alg. 1, line 4, and line 6 as far as it is known
+        self._advance(PENDING)
+        for rewind in self._between:
+            rewind()
+
+    @torch.no_grad()
+    def _estimate(self) -> None:
+        work = gather(self.param_groups, self.state, self._home, self._options)
+        first = not self.started
+        g_parts: list[Part] = []
+        d_parts: list[Part] = []
+        for batch, joining in work.batches():
+            g_sq, d_sq = batch.kernels.estimate(  # Alg. 1, line 6, or line 1
+                batch, first=first or joining, guard=self._options.check_finite
+            )
+            g_parts += [(batch.bucket, batch.process_groups, part) for part in g_sq]
+            d_parts += [(batch.bucket, batch.process_groups, part) for part in d_sq]
+        squares = collect([g_parts, d_parts], work.process_groups, self._home["step"])
+        if self._options.check_finite:
+            try:
+                self._check_finite(squares, _RETRY)
+            except FloatingPointError:
+                for batch in () if first else work.known.values():
+                    undo_estimate(batch)
+                raise
+        self._apply_rule(squares, work)
+        for state in work.newcomers:
+            state["joined"] = 1
+        self._advance(READY)
+        self._opt_called = True  # what lr_scheduler looks for before it warns
+
+    def _apply_rule(self, squares: Tensor, work: Work) -> None:
+        """Alg. 1, line 3, for every bucket at once."""
+        home = self._home
+        g_sq, d_sq = squares
+        used = torch.isfinite(squares).all(dim=0)  # with check_finite=False they may not be
+        if not all(work.active):
+            used &= torch.tensor(work.active, device=used.device)
+        sizes = g_sq.new_tensor(work.sizes) if self._options.norm == "mean" else 1
+        t = home["step"] + 1
+        sums, a, eta = self.rule(states.get_sums(home), g_sq / sizes, d_sq / sizes, t)
+        new = states.set_sums(sums) | {
+            "step": t,
+            "gain": a,
+            "step_size": eta,
+            "grad_norm_sq": g_sq,
+            "estimator_norm_sq": d_sq,
+        }
+        home.update({name: torch.where(used, value, home[name]) for name, value in new.items()})
+
+    def _check_finite(self, squares: Tensor, advice: str) -> None:
+        if not bool(torch.isfinite(squares).all()):  # the one wait for the device
+            raise FloatingPointError(f"{blame(self.param_groups)} is not finite; {advice}")
+
+    def _random_streams(self) -> RandomStreams:
+        devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
+        return RandomStreams(devices, self._options.generators)
+
+    def _run_hooks(self, *hooks: dict[int, Callable[..., Any]]) -> None:
+        for hook in chain.from_iterable(table.values() for table in hooks):
+            hook(self, (), {})

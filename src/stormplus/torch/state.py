@@ -1,0 +1,183 @@
+"""What an optimizer remembers, and how it survives a checkpoint.
+
+Each parameter has an `estimator` (d) and a flag `joined`. The numbers of the rule are
+vectors with one entry a bucket (the parameters that share their sums) and live, with the
+phase, in the state of the first parameter, the one place that `state_dict`,
+`load_state_dict` and torch's distributed checkpoint all carry.
+
+Everything exists from construction: the distributed checkpoint loads only keys that are
+already there, and calls `step()` on an optimizer that has no state.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stormplus.rules import Rule, SimplifiedStormPlusRule, StormPlusRule, StormRule, Sum, Sums
+from stormplus.torch.norms import accumulator_dtype
+
+FORMAT = 1
+
+# One entry a bucket, in the accumulator's dtype.
+SCALARS = (
+    "step",
+    "sum_g_sq",
+    "sum_g_sq_lost",
+    "sum_d_sq_over_a",
+    "sum_d_sq_over_a_lost",
+    "gain",
+    "step_size",
+    "grad_norm_sq",
+    "estimator_norm_sq",
+)
+
+RULES: tuple[type, ...] = (StormPlusRule, SimplifiedStormPlusRule, StormRule)
+
+# Words become numbers in the state, for torch's loader takes a string apart.
+CODES: dict[str, tuple[str, ...]] = {
+    "rule": tuple(rule.__name__ for rule in RULES),
+    "norm": ("raw", "mean"),
+    "scope": ("global", "group", "tensor"),
+}
+
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+
+
+def estimator_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 for half precision: in bf16 the factor 1 - 1e-3 is 1, and d never decays."""
+    return _WIDE.get(dtype, dtype)
+
+
+def new_estimator(p: Tensor) -> Tensor:
+    return torch.zeros_like(p, dtype=estimator_dtype(p.dtype), requires_grad=False)
+
+
+def new_scalars(device: torch.device, buckets: int) -> dict[str, Tensor]:
+    zeros = torch.zeros(buckets, dtype=accumulator_dtype(device), device=device)
+    return {name: zeros.clone() for name in SCALARS} | {"gain": zeros + 1}  # a_1 = 1
+
+
+def settle_estimator(p: Tensor, state: dict[str, Any]) -> Tensor:
+    """The estimator of p, made or brought to where p is now (unfrozen, or moved by `.to()`)."""
+    d = state.get("estimator")
+    if d is None or (not state["joined"] and d.device != p.device):
+        state["estimator"] = new_estimator(p)
+    elif d.device != p.device or d.dtype != estimator_dtype(p.dtype):
+        state["estimator"] = d.to(p.device, estimator_dtype(p.dtype))
+    estimator: Tensor = state["estimator"]
+    return estimator
+
+
+def settle_scalars(home: dict[str, Any], device: torch.device) -> None:
+    """Bring the rule's numbers to where the first parameter is now."""
+    old = home["step"].device
+    if old != device:
+        fresh = new_scalars(device, len(home["step"]))
+        # A meta tensor has no values: the optimizer was made before the parameters were.
+        home |= {k: v if old.type == "meta" else home[k].to(v) for k, v in fresh.items()}
+
+
+def new_header(rule: Rule, options: Any) -> dict[str, Any]:
+    """What the first parameter's state says of the run, in plain integers."""
+    return {
+        "format": FORMAT,
+        "phase": 0,
+        "grad_evaluations": 0,
+        "rule": RULES.index(type(rule)),
+        "norm": CODES["norm"].index(options.norm),
+        "scope": CODES["scope"].index(options.scope),
+    }
+
+
+def get_sums(scalars: dict[str, Tensor]) -> Sums:
+    return Sums(
+        Sum(scalars["sum_g_sq"], scalars["sum_g_sq_lost"]),
+        Sum(scalars["sum_d_sq_over_a"], scalars["sum_d_sq_over_a_lost"]),
+    )
+
+
+def set_sums(sums: Sums) -> dict[str, Tensor]:
+    return {
+        "sum_g_sq": sums.sum_g_sq.value,
+        "sum_g_sq_lost": sums.sum_g_sq.lost,
+        "sum_d_sq_over_a": sums.sum_d_sq_over_a.value,
+        "sum_d_sq_over_a_lost": sums.sum_d_sq_over_a.lost,
+    }
+
+
+def check_loadable(state_dict: dict[str, Any], own: dict[str, Any], name: str) -> None:
+    """Refuse a state this optimizer cannot go on from, before anything has changed.
+
+    Args:
+        state_dict: What `load_state_dict` received.
+        own: The state of this optimizer's first parameter.
+        name: This optimizer's class.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    saved = state_dict["state"].get(ids[0], {}) if ids else {}
+    if "format" not in saved:
+        raise ValueError(
+            f"this is not the state of {name} (the first parameter's keys are "
+            f"{sorted(saved)}): load it into the optimizer that saved it"
+        )
+    if saved["format"] != FORMAT:
+        raise ValueError(
+            f"the state has format {saved['format']}, this version of stormplus reads "
+            f"{FORMAT}: load it with the version that saved it"
+        )
+    for key, words in CODES.items():
+        if saved[key] != own[key]:
+            raise ValueError(
+                f"the state was saved with {key} {words[saved[key]]!r}, {name} has "
+                f"{words[own[key]]!r}: construct the optimizer as it was"
+            )
+    if saved["step"].shape != own["step"].shape:
+        raise ValueError(
+            f"the state has {len(saved['step'])} sets of sums, {name} has "
+            f"{len(own['step'])}: give it the same parameters and groups"
+        )
+
+
+def restored(saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
+    """A parameter's saved state as it was: torch's loader has cast it to p's dtype."""
+    state = dict(saved)
+    for key, value in saved.items():
+        if key == "estimator":
+            state[key] = value.to(p.device, estimator_dtype(p.dtype), copy=True)
+        elif key in SCALARS:
+            state[key] = value.to(p.device, accumulator_dtype(p.device), copy=True)
+        elif isinstance(value, Tensor):
+            state[key] = value.clone()
+    return state
+
+
+def diagnose(home: dict[str, Any], *, several: bool) -> dict[str, float]:
+    """The numbers of a run, as `StormOptimizer.diagnostics` describes them."""
+    values = {
+        "step": home["step"],
+        "gain": home["gain"],
+        "step_size": home["step_size"],
+        "grad_norm": home["grad_norm_sq"],
+        "estimator_norm": home["estimator_norm_sq"],
+        "sum_g_sq": get_sums(home).sum_g_sq.total,
+        "sum_d_sq_over_a": get_sums(home).sum_d_sq_over_a.total,
+    }
+    table = torch.stack(list(values.values())).cpu().double()
+    out: dict[str, float] = {}
+    for name, row in zip(values, table):
+        value = {"step": row.max(), "gain": row.mean(), "step_size": row.mean()}.get(
+            name, row.sum()
+        )
+        stats = {"": value} | ({"_min": row.min(), "_max": row.max()} if several else {})
+        for suffix, number in stats.items():
+            out[name + suffix] = float(number.sqrt() if name.endswith("_norm") else number)
+    return out | {"grad_evaluations": float(home["grad_evaluations"])}

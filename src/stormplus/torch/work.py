@@ -1,0 +1,142 @@
+"""From parameter groups to batches: which tensors take part in a pass, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from stormplus.torch.fused import Fused
+from stormplus.torch.kernels import BLOCK, Batch, Foreach, Kernels, Plain
+from stormplus.torch.norms import Groups, accumulator_dtype, blocks, square_norm
+from stormplus.torch.options import Options
+from stormplus.torch.sharding import local, local_gradient, norm_groups
+from stormplus.torch.state import settle_estimator, settle_scalars
+
+State = dict[str, Any]
+
+_PLAIN, _FOREACH, _FUSED = Plain(), Foreach(), Fused()
+
+
+@dataclass
+class Work:
+    """What one pass has to do."""
+
+    sizes: list[int]  # trainable elements in each bucket
+    active: list[bool]  # buckets that have had a gradient
+    known: dict[Any, Batch] = field(default_factory=dict)  # parameters with an estimator
+    joining: dict[Any, Batch] = field(default_factory=dict)  # those that get their first: d <- g
+    newcomers: list[State] = field(default_factory=list)  # the states of those
+    process_groups: list[Groups] = field(default_factory=list)
+
+    def batches(self) -> Iterator[tuple[Batch, bool]]:
+        yield from ((batch, False) for batch in self.known.values())
+        yield from ((batch, True) for batch in self.joining.values())
+
+
+def gather(
+    param_groups: list[dict[str, Any]], states: dict[Tensor, State], home: State, options: Options
+) -> Work:
+    """Sort the parameters into batches; what cannot be handled is refused before any move."""
+    settle_scalars(home, next(p for group in param_groups for p in group["params"]).device)
+    buckets = len(home["step"])
+    work = Work(sizes=[0] * buckets, active=[False] * buckets)
+    coefficients = _Coefficients(home, options)
+    places = enumerate((i, p) for i, group in enumerate(param_groups) for p in group["params"])
+    for place, (i, p) in places:
+        bucket = {"global": 0, "group": i, "tensor": place}[options.scope]
+        state, g = states[p], p.grad
+        if not p.requires_grad:  # never moved, and its estimator is dropped
+            state.pop("estimator", None)
+            state["joined"] = 0
+            continue
+        work.sizes[bucket] += p.numel()
+        process_groups = norm_groups(p)
+        if process_groups not in work.process_groups:
+            work.process_groups.append(process_groups)
+        if g is None and not state["joined"]:
+            continue
+        if g is not None and g.layout != torch.strided:
+            raise RuntimeError(
+                f"the gradient of {name_of(param_groups, p)} is sparse ({g.layout}), which is not "
+                "supported: make it dense, for example with nn.Embedding(..., sparse=False)"
+            )
+        work.active[bucket] = True
+        if not state["joined"]:
+            work.newcomers.append(state)
+        x, d = local(p), local(settle_estimator(p, state))
+        table = work.known if state["joined"] else work.joining
+        key = (i, bucket, process_groups, x.device, x.dtype, d.dtype, g is None)
+        if key not in table:
+            table[key] = coefficients.batch(param_groups[i], bucket, x.device, g is not None)
+            table[key].process_groups = process_groups
+        table[key].xs.append(x)
+        table[key].ds.append(d)
+        if g is not None:
+            table[key].gs.append(local_gradient(p, g))
+    work.sizes = [max(size, 1) for size in work.sizes]
+    return work
+
+
+class _Coefficients:
+    """The numbers that the tensors of a batch share."""
+
+    def __init__(self, home: State, options: Options) -> None:
+        self.keep = (1 - home["gain"]).unbind()
+        self.eta = home["step_size"].unbind()
+        self.max_step: tuple[Tensor, ...] | None = None
+        if options.max_move is not None:
+            self.max_step = (options.max_move / home["estimator_norm_sq"].sqrt()).unbind()
+
+    def batch(
+        self, group: dict[str, Any], bucket: int, device: torch.device, has_grad: bool
+    ) -> Batch:
+        def here(number: Tensor) -> Tensor:
+            return number.to(device, accumulator_dtype(device), non_blocking=True)
+
+        alpha = (group["lr"] * self.eta[bucket]).reshape(())
+        if self.max_step is not None:
+            # Beyond the paper: lr eta |d| <= max_move, with |d| over the bucket.
+            alpha = torch.minimum(alpha, self.max_step[bucket])
+        decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
+        return Batch(
+            alpha=here(alpha),
+            keep=here(self.keep[bucket]),
+            sign=-1.0 if group["maximize"] else 1.0,
+            l2=0.0 if decoupled else decay,
+            decoupled=decay if decoupled else 0.0,
+            bucket=bucket,
+            has_grad=has_grad,
+            kernels=_kernels(group, device),
+        )
+
+
+def _kernels(group: dict[str, Any], device: torch.device) -> Kernels:
+    if group["fused"]:
+        return _FUSED
+    # On the CPU torch's multi-tensor operations are loops, and blocks in the cache win.
+    foreach = device.type in ("cuda", "xpu") if group["foreach"] is None else group["foreach"]
+    return _FOREACH if foreach else _PLAIN
+
+
+def name_of(param_groups: list[dict[str, Any]], p: Tensor) -> str:
+    for i, group in enumerate(param_groups):
+        for j, q in enumerate(group["params"]):
+            if q is p:
+                where = f"parameter {j} of group {i}"
+                named = group.get("param_names")
+                return f"{where} ('{named[j]}')" if named else f"{where}, shape {tuple(p.shape)}"
+    raise KeyError("not a parameter of this optimizer")
+
+
+def blame(param_groups: list[dict[str, Any]]) -> str:
+    """The first gradient that is not finite, by name."""
+    for p in (p for group in param_groups for p in group["params"]):
+        if p.requires_grad and p.grad is not None:
+            parts = [square_norm(block) for (block,) in blocks(BLOCK, local(p.grad))]
+            if not all(bool(torch.isfinite(part)) for part in parts):
+                return f"the gradient of {name_of(param_groups, p)}"
+    return "a gradient (on another process, or the estimator itself)"
