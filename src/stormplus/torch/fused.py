@@ -74,6 +74,7 @@ class Fused:
             _write_back(xs, x)
             _write_back(ds, d)
         self._plain.move(rest)
+        torch.autograd.graph.increment_version(batch.xs)  # .data has hidden the change
 
     def estimate(self, batch: Batch, *, first: bool, guard: bool) -> Squares:
         if first:
@@ -112,7 +113,9 @@ def _sorted(batch: Batch) -> tuple[list[Flat], list[Flat], Batch]:
         return large, small, batch
     for tensors in zip(batch.xs, batch.ds, batch.gs):
         if all(t.is_contiguous() for t in tensors):
-            x, d, g = (t.view(-1) for t in tensors)
+            # Without .data the compiler would look through the view at the tensor's shape,
+            # and compile a kernel for each.
+            x, d, g = (t.view(-1).data for t in tensors)
             (large if x.numel() > SMALL else small).append((x, d, g))
         else:
             for part, t in zip((rest.xs, rest.ds, rest.gs), tensors):

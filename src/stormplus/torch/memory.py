@@ -30,9 +30,18 @@ class RememberingOptimizer(Optimizer):
 
     @property
     def _home(self) -> dict[str, Any]:
-        """The state of the first parameter, where the rule's numbers live."""
-        first = next(chain.from_iterable(group["params"] for group in self.param_groups))
-        home: dict[str, Any] = self.state[first]
+        """The state of the first trainable parameter, where the rule's numbers live.
+
+        Of a trainable one, for torch's distributed checkpoint leaves out what belongs to
+        frozen parameters; so the numbers move on when theirs is frozen.
+        """
+        keeper = self.__dict__.get("_keeper")
+        if keeper is None or not keeper.requires_grad:
+            params = list(chain.from_iterable(group["params"] for group in self.param_groups))
+            keeper = next((p for p in params if p.requires_grad), params[0])
+            states.move_header([self.state[p] for p in params], self.state[keeper])
+            self._keeper = keeper
+        home: dict[str, Any] = self.state[keeper]
         return home
 
     def _advance(self, phase: int) -> None:
@@ -77,12 +86,16 @@ class RememberingOptimizer(Optimizer):
             "group": len(groups),
             "tensor": sum(len(g["params"]) for g in groups),
         }
-        device = next(p for group in groups for p in group["params"]).device
-        fresh = states.new_scalars(device, counts[self._options.scope])
+        fresh = states.new_scalars(self._keeper.device, counts[self._options.scope])
         if "format" in home:  # keep what the buckets so far have learned
             known = len(home["step"])
             fresh = {name: torch.cat([home[name], new[known:]]) for name, new in fresh.items()}
         home |= states.new_header(self.rule, self._options) | home | fresh
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a run needs to go on bit by bit."""
+        _ = self._home  # a parameter may have been frozen since
+        return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state so that the run goes on bit by bit; another optimizer's is refused."""
@@ -100,6 +113,7 @@ class RememberingOptimizer(Optimizer):
         # torch has cast every tensor to its parameter's dtype; the saved ones go back.
         ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
         params = chain.from_iterable(group["params"] for group in self.param_groups)
+        self._keeper = None
         for i, p in zip(ids, params):
             self.state[p] = states.restored(saved["state"].get(i, {"joined": 0}), p)
 

@@ -28,10 +28,11 @@ from stormplus.torch.options import Options, closure_needed
 from stormplus.torch.same_sample import RandomStreams
 from stormplus.torch.work import Work, blame, gather
 
-_RETRY = (
-    "the parameters have moved and the step is pending: evaluate the same sample again and "
-    "call estimate(), or go on with step(closure), which restarts the estimator"
-)
+_RETRY = {  # by whether the parameters are where they were
+    True: "nothing has moved: go on with another sample",
+    False: "the parameters have moved and the step is pending: evaluate the same sample again "
+    "and call estimate(), or go on with step(closure), which restarts the estimator",
+}
 
 
 class StormOptimizer(RememberingOptimizer):
@@ -89,7 +90,7 @@ class StormOptimizer(RememberingOptimizer):
         }
         super().__init__(params, options, defaults)
 
-    @torch.compiler.disable(recursive=False)  # type: ignore[no-untyped-call,untyped-decorator]
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one sample: one evaluation on the first call, two on every later one.
 
@@ -161,7 +162,10 @@ class StormOptimizer(RememberingOptimizer):
         if self._options.check_finite:
             parts = [part for batch in work.known.values() for part in batch.square_parts()]
             g_tilde_sq = collect([parts], work.process_groups, self._home["step"])
-            self._check_finite(g_tilde_sq, "nothing has moved: go on with another sample")
+            if not bool(torch.isfinite(g_tilde_sq).all()):  # waits for the device
+                raise FloatingPointError(
+                    f"{blame(self.param_groups)} is not finite; {_RETRY[True]}"
+                )
         for batch in work.known.values():
             batch.kernels.move(batch)  # Alg. 1, line 4, and line 6 as far as it is known
         self._advance(PENDING)
@@ -181,41 +185,32 @@ class StormOptimizer(RememberingOptimizer):
             g_parts += [(batch.bucket, batch.process_groups, part) for part in g_sq]
             d_parts += [(batch.bucket, batch.process_groups, part) for part in d_sq]
         squares = collect([g_parts, d_parts], work.process_groups, self._home["step"])
-        if self._options.check_finite:
-            try:
-                self._check_finite(squares, _RETRY)
-            except FloatingPointError:
-                for batch in () if first else work.known.values():
-                    undo_estimate(batch)
-                raise
-        self._apply_rule(squares, work)
+        new = self._next_scalars(squares, work)
+        finite = torch.isfinite(torch.stack(list(new.values()))).all(dim=0)
+        if self._options.check_finite and not bool(finite.all()):  # waits for the device
+            for batch in () if first else work.known.values():
+                undo_estimate(batch)
+            raise FloatingPointError(f"{blame(self.param_groups)} is not finite; {_RETRY[first]}")
+        used = finite if all(work.active) else finite & finite.new_tensor(work.active)
+        self._home.update({k: torch.where(used, v, self._home[k]) for k, v in new.items()})
         for state in work.newcomers:
             state["joined"] = 1
         self._advance(READY)
         self._opt_called = True  # what lr_scheduler looks for before it warns
 
-    def _apply_rule(self, squares: Tensor, work: Work) -> None:
+    def _next_scalars(self, squares: Tensor, work: Work) -> dict[str, Tensor]:
         """Alg. 1, line 3, for every bucket at once."""
-        home = self._home
         g_sq, d_sq = squares
-        used = torch.isfinite(squares).all(dim=0)  # with check_finite=False they may not be
-        if not all(work.active):
-            used &= torch.tensor(work.active, device=used.device)
-        sizes = g_sq.new_tensor(work.sizes) if self._options.norm == "mean" else 1
-        t = home["step"] + 1
-        sums, a, eta = self.rule(states.get_sums(home), g_sq / sizes, d_sq / sizes, t)
-        new = states.set_sums(sums) | {
+        size = g_sq.new_tensor(work.sizes) if self._options.norm == "mean" else 1
+        t = self._home["step"] + 1
+        sums, a, eta = self.rule(states.get_sums(self._home), g_sq / size, d_sq / size, t)
+        return states.set_sums(sums) | {
             "step": t,
             "gain": a,
             "step_size": eta,
             "grad_norm_sq": g_sq,
             "estimator_norm_sq": d_sq,
         }
-        home.update({name: torch.where(used, value, home[name]) for name, value in new.items()})
-
-    def _check_finite(self, squares: Tensor, advice: str) -> None:
-        if not bool(torch.isfinite(squares).all()):  # the one wait for the device
-            raise FloatingPointError(f"{blame(self.param_groups)} is not finite; {advice}")
 
     def _random_streams(self) -> RandomStreams:
         devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])

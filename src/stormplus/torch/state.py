@@ -2,7 +2,7 @@
 
 Each parameter has an `estimator` (d) and a flag `joined`. The numbers of the rule are
 vectors with one entry a bucket (the parameters that share their sums) and live, with the
-phase, in the state of the first parameter, the one place that `state_dict`,
+phase, in the state of the first trainable parameter, the one place that `state_dict`,
 `load_state_dict` and torch's distributed checkpoint all carry.
 
 Everything exists from construction: the distributed checkpoint loads only keys that are
@@ -67,7 +67,7 @@ def new_scalars(device: torch.device, buckets: int) -> dict[str, Tensor]:
 def settle_estimator(p: Tensor, state: dict[str, Any]) -> Tensor:
     """The estimator of p, made or brought to where p is now (unfrozen, or moved by `.to()`)."""
     d = state.get("estimator")
-    if d is None or (not state["joined"] and d.device != p.device):
+    if d is None:
         state["estimator"] = new_estimator(p)
     elif d.device != p.device or d.dtype != estimator_dtype(p.dtype):
         state["estimator"] = d.to(p.device, estimator_dtype(p.dtype))
@@ -77,15 +77,12 @@ def settle_estimator(p: Tensor, state: dict[str, Any]) -> Tensor:
 
 def settle_scalars(home: dict[str, Any], device: torch.device) -> None:
     """Bring the rule's numbers to where the first parameter is now."""
-    old = home["step"].device
-    if old != device:
-        fresh = new_scalars(device, len(home["step"]))
-        # A meta tensor has no values: the optimizer was made before the parameters were.
-        home |= {k: v if old.type == "meta" else home[k].to(v) for k, v in fresh.items()}
+    if home["step"].device != device:
+        home |= {name: home[name].to(device, accumulator_dtype(device)) for name in SCALARS}
 
 
 def new_header(rule: Rule, options: Any) -> dict[str, Any]:
-    """What the first parameter's state says of the run, in plain integers."""
+    """What the state says of the run, in plain integers."""
     return {
         "format": FORMAT,
         "phase": 0,
@@ -94,6 +91,14 @@ def new_header(rule: Rule, options: Any) -> dict[str, Any]:
         "norm": CODES["norm"].index(options.norm),
         "scope": CODES["scope"].index(options.scope),
     }
+
+
+def move_header(states: list[dict[str, Any]], home: dict[str, Any]) -> None:
+    """Bring what belongs to the whole run from where it is to `home`."""
+    for state in states:
+        if state is not home and "format" in state:
+            for key in state.keys() - {"estimator", "joined"}:
+                home[key] = state.pop(key)
 
 
 def get_sums(scalars: dict[str, Tensor]) -> Sums:
@@ -117,17 +122,18 @@ def check_loadable(state_dict: dict[str, Any], own: dict[str, Any], name: str) -
 
     Args:
         state_dict: What `load_state_dict` received.
-        own: The state of this optimizer's first parameter.
+        own: The state where this optimizer keeps its numbers.
         name: This optimizer's class.
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
-    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
-    saved = state_dict["state"].get(ids[0], {}) if ids else {}
-    if "format" not in saved:
+    entries = list(state_dict["state"].values())
+    saved = next((entry for entry in entries if "format" in entry), None)
+    if saved is None:
+        keys = sorted(entries[0]) if entries else []
         raise ValueError(
-            f"this is not the state of {name} (the first parameter's keys are "
-            f"{sorted(saved)}): load it into the optimizer that saved it"
+            f"this is not the state of {name} (a parameter's keys are {keys}): load it into "
+            "the optimizer that saved it"
         )
     if saved["format"] != FORMAT:
         raise ValueError(

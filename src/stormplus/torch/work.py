@@ -41,7 +41,7 @@ def gather(
     param_groups: list[dict[str, Any]], states: dict[Tensor, State], home: State, options: Options
 ) -> Work:
     """Sort the parameters into batches; what cannot be handled is refused before any move."""
-    settle_scalars(home, next(p for group in param_groups for p in group["params"]).device)
+    settle_scalars(home, next(p for p, state in states.items() if state is home).device)
     buckets = len(home["step"])
     work = Work(sizes=[0] * buckets, active=[False] * buckets)
     coefficients = _Coefficients(home, options)
@@ -97,7 +97,10 @@ class _Coefficients:
         def here(number: Tensor) -> Tensor:
             return number.to(device, accumulator_dtype(device), non_blocking=True)
 
-        alpha = (group["lr"] * self.eta[bucket]).reshape(())
+        lr = group["lr"]
+        if isinstance(lr, Tensor):
+            lr = lr.to(self.eta[bucket]).reshape(())
+        alpha = lr * self.eta[bucket]
         if self.max_step is not None:
             # Beyond the paper: lr eta |d| <= max_move, with |d| over the bucket.
             alpha = torch.minimum(alpha, self.max_step[bucket])

@@ -1,0 +1,153 @@
+"""Time the optimizer's own work against torch.optim, interleaved, and print ratios.
+
+    make bench-step        (python benchmark/bench_step.py [--quick])
+
+Each round times every method once, in turn; the ratios are medians over the rounds, so
+that a machine that slows down slows all of them. Nothing here asserts a timing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+from resnet import resnet34
+from torch import Tensor, nn
+
+from stormplus import StormPlus
+
+
+def parameters(shapes: list[torch.Size]) -> list[nn.Parameter]:
+    params = [nn.Parameter(0.01 * torch.randn(shape)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
+
+
+def ours(params: list[nn.Parameter], **options: bool) -> tuple[StormPlus, Callable[[], None]]:
+    opt = StormPlus(params, lr=1e-6, **options)  # type: ignore[arg-type]
+    opt.estimate()
+
+    def pair() -> None:
+        opt.move()
+        opt.estimate()
+
+    return opt, pair
+
+
+def state_bytes(opt: torch.optim.Optimizer) -> int:
+    tensors = (v for state in opt.state.values() for v in state.values())
+    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
+
+
+def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
+    params = parameters(shapes)
+    size = sum(p.numel() * p.element_size() for p in params)
+    optimizers: dict[str, torch.optim.Optimizer] = {}
+    runs: dict[str, Callable[[], object]] = {}
+    for label, options in {
+        "StormPlus (default)": {},
+        "StormPlus (check_finite=False)": {"check_finite": False},
+        "StormPlus (foreach)": {"foreach": True},
+        "StormPlus (fused)": {"fused": True},
+        "StormPlus (fused, check_finite=False)": {"fused": True, "check_finite": False},
+    }.items():
+        optimizers[label], runs[label] = ours(params, **options)
+    for label, make in {
+        "SGD(momentum=0.9)": lambda: torch.optim.SGD(params, lr=1e-6, momentum=0.9),
+        "Adam(foreach=False)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=False),
+        "Adam(foreach=True)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=True),
+        "Adam(fused=True)": lambda: torch.optim.Adam(params, lr=1e-6, fused=True),
+    }.items():
+        optimizers[label] = make()
+        runs[label] = optimizers[label].step
+    # Copying half of these elements reads and writes them once: half a stream each way.
+    sources, targets = parameters(shapes), parameters(shapes)
+
+    @torch.no_grad()
+    def copy_streams(streams: int) -> None:
+        for _ in range(streams // 2):
+            for source, target in zip(sources, targets):
+                target.copy_(source)
+
+    runs["copies, 8 streams"] = lambda: copy_streams(8)
+
+    ready: dict[str, float] = {}
+    for label, run in runs.items():
+        start = time.perf_counter()
+        run()
+        ready[label] = time.perf_counter() - start
+    times: dict[str, list[float]] = {label: [] for label in runs}
+    for _ in range(rounds):
+        for label, run in runs.items():
+            start = time.perf_counter()
+            run()
+            times[label].append(time.perf_counter() - start)
+
+    def ratio(label: str, other: str) -> float:
+        return statistics.median(a / b for a, b in zip(times[label], times[other]))
+
+    print(f"\n{name}: {size / 4e6:.1f} M parameters in {len(shapes)} tensors")
+    print(f"{'':38s}{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>8s}{'first call':>12s}")
+    for label in runs:
+        opt = optimizers.get(label)
+        state = f"{state_bytes(opt) / size:.3f}x" if opt else ""
+        print(
+            f"{label:38s}{1e3 * statistics.median(times[label]):8.1f}"
+            f"{ratio(label, 'Adam(foreach=True)'):10.2f}x{ratio(label, 'Adam(fused=True)'):8.2f}x"
+            f"{state:>8s}{ready[label]:10.2f} s"
+        )
+
+
+def share_of_training(rounds: int) -> None:
+    """The optimizer's part of a whole training step of ResNet34 on CIFAR-sized images."""
+    torch.manual_seed(0)
+    model = resnet34()
+    x, y = torch.randn(100, 3, 32, 32), torch.randint(10, (100,))
+    print("\nResNet34, a batch of 100 images of 32x32: share of a training step")
+    for label, options in {"default": {}, "fused": {"fused": True}}.items():
+        opt = StormPlus(model.parameters(), lr=1e-6, **options)  # type: ignore[arg-type]
+        inside = 0.0
+
+        def closure() -> Tensor:
+            nonlocal inside
+            start = time.perf_counter()
+            opt.zero_grad()
+            loss = nn.functional.cross_entropy(model(x), y)
+            loss.backward()
+            inside += time.perf_counter() - start
+            return loss
+
+        shares = []
+        for i in range(rounds + 2):
+            inside, start = 0.0, time.perf_counter()
+            opt.step(closure)
+            total = time.perf_counter() - start
+            if i >= 2:  # the first has one evaluation, the second may compile
+                shares.append((total - inside) / total)
+        print(f"  {label:10s}{100 * statistics.median(shares):5.1f}%  (a step: {total:.2f} s)")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller tensors, fewer rounds")
+    quick = parser.parse_args().quick
+    print(
+        f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
+        f"{platform.machine()} {platform.processor() or ''}, {os.cpu_count()} cores"
+    )
+    rounds = 3 if quick else 15
+    compare("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
+    compare("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds)
+    share_of_training(2 if quick else 5)
+
+
+if __name__ == "__main__":
+    main()
