@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stormplus.torch import StormPlus as StormPlus
     from stormplus.torch import UniformIterate as UniformIterate
     from stormplus.torch import same_sample as same_sample
+    from stormplus.torch import scaled_step as scaled_step
     from stormplus.torch import verify_closure as verify_closure
 
 __version__ = "0.1.0"
@@ -26,6 +27,7 @@ _HOME = {
     "Storm": "stormplus.torch",
     "UniformIterate": "stormplus.torch",
     "same_sample": "stormplus.torch",
+    "scaled_step": "stormplus.torch",
     "verify_closure": "stormplus.torch",
 }
 
@@ -36,6 +38,7 @@ __all__ = [
     "UniformIterate",
     "minimize",
     "same_sample",
+    "scaled_step",
     "verify_closure",
 ]
 

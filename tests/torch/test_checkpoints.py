@@ -255,7 +255,7 @@ def test_other_states_are_refused_and_nothing_is_lost(state, message):
 
 
 def test_state_is_one_buffer_and_scalars():
-    params = [nn.Parameter(torch.randn(1000, 100)), nn.Parameter(torch.randn(100))]
+    params = [nn.Parameter(torch.randn(1000, 1000)), nn.Parameter(torch.randn(1000))]
     opt = StormPlus(params)
     size = sum(p.numel() * p.element_size() for p in params)
     tensors = [v for state in opt.state.values() for v in state.values() if torch.is_tensor(v)]

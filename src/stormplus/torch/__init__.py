@@ -7,6 +7,7 @@ except ModuleNotFoundError as error:
         "the PyTorch optimizers need torch: pip install 'stormplus[torch]'"
     ) from error
 
+from stormplus.torch.amp import scaled_step as scaled_step
 from stormplus.torch.family import SimplifiedStormPlus as SimplifiedStormPlus
 from stormplus.torch.family import Storm as Storm
 from stormplus.torch.family import StormPlus as StormPlus
@@ -20,5 +21,6 @@ __all__ = [
     "StormPlus",
     "UniformIterate",
     "same_sample",
+    "scaled_step",
     "verify_closure",
 ]

@@ -12,6 +12,8 @@ from torch.optim import Optimizer
 from stormplus.rules import Rule
 from stormplus.torch import state as states
 from stormplus.torch.options import Options, check_group
+from stormplus.torch.same_sample import RandomStreams
+from stormplus.torch.sharding import check_whole
 
 START, READY, PENDING = 0, 1, 2
 
@@ -72,6 +74,7 @@ class RememberingOptimizer(Optimizer):
         """Add parameters; each takes d = g at its first gradient."""
         super().add_param_group(param_group)
         check_group(self.param_groups[-1])
+        check_whole(self.param_groups[-1]["params"])
         for p in self.param_groups[-1]["params"]:
             self.state[p] = {"joined": 0}
             if p.requires_grad:
@@ -90,7 +93,9 @@ class RememberingOptimizer(Optimizer):
         if "format" in home:  # keep what the buckets so far have learned
             known = len(home["step"])
             fresh = {name: torch.cat([home[name], new[known:]]) for name, new in fresh.items()}
-        home |= states.new_header(self.rule, self._options) | home | fresh
+        header = states.new_header(self.rule, self._options)
+        header["rng"] = self._random_streams().pack()  # where a pending sample's streams began
+        home |= header | home | fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a run needs to go on bit by bit."""
@@ -116,6 +121,10 @@ class RememberingOptimizer(Optimizer):
         self._keeper = None
         for i, p in zip(ids, params):
             self.state[p] = states.restored(saved["state"].get(i, {"joined": 0}), p)
+
+    def _random_streams(self) -> RandomStreams:
+        devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
+        return RandomStreams(devices, self._options.generators)
 
     def __getstate__(self) -> dict[str, Any]:
         own = ("rule", "_options", "_between")

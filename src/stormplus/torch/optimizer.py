@@ -25,7 +25,6 @@ from stormplus.torch.kernels import undo_estimate
 from stormplus.torch.memory import PENDING, READY, START, RememberingOptimizer
 from stormplus.torch.norms import Part, collect
 from stormplus.torch.options import Options, closure_needed
-from stormplus.torch.same_sample import RandomStreams
 from stormplus.torch.work import Work, blame, gather
 
 _RETRY = {  # by whether the parameters are where they were
@@ -211,10 +210,6 @@ class StormOptimizer(RememberingOptimizer):
             "grad_norm_sq": g_sq,
             "estimator_norm_sq": d_sq,
         }
-
-    def _random_streams(self) -> RandomStreams:
-        devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
-        return RandomStreams(devices, self._options.generators)
 
     def _run_hooks(self, *hooks: dict[int, Callable[..., Any]]) -> None:
         for hook in chain.from_iterable(table.values() for table in hooks):

@@ -52,28 +52,50 @@ class RandomStreams:
         self._states = list(torch.split(packed.cpu(), sizes))
 
 
+class RunningStatistics:
+    """The buffers of a model as they stand, so that they can be put back."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = [] if model is None else model.modules()
+        self._saved = [
+            (module._buffers, name, buffer, buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+            if buffer is not None
+        ]
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for buffers, name, buffer, value in self._saved:
+            buffer.copy_(value)
+            buffers[name] = buffer  # a module may have put another tensor in its place
+
+
 class same_sample:
     """One sample, two evaluations: random numbers replayed, running statistics moved once.
 
-    As a context around one step, for `move()`/`estimate()` loops and for `step(closure)`:
+    Around a closure:
+
+        opt.step(same_sample(opt, model)(closure))
+
+    or around one step, for loops that own their backward passes (enter it after the sample
+    has been drawn):
 
         with same_sample(opt, model):
-            loss_fn(model(x), y).backward()
-            opt.move()
-            opt.zero_grad()
-            loss_fn(model(x), y).backward()
+            if opt.started:
+                backward()
+                opt.move()
+            backward()
             opt.estimate()
 
-    or around a closure: `opt.step(same_sample(opt, model)(closure))`. Enter it after the
-    sample has been drawn.
-
-    All buffers of the model are put back after the first evaluation, so that the second
-    one, at the new point, is the one that counts.
+    After the first evaluation all buffers of the model are put back, so that the second
+    one, at the new point, is the one that counts; modules are neither frozen nor switched
+    to eval. If the optimizer was loaded from a checkpoint made between the two
+    evaluations, the random streams start where that sample's did.
 
     Args:
         opt: One of the optimizers.
-        model: The module whose buffers are to be kept; None if it has no running
-            statistics.
+        model: The module with the running statistics; None if there is none.
     """
 
     def __init__(self, opt: StormOptimizer, model: nn.Module | None = None) -> None:
@@ -81,23 +103,24 @@ class same_sample:
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            first = self._opt.started and not self._opt.pending
-            buffers = self._buffers() if first else []
+            if not self._opt.started or self._opt.pending:
+                return closure()
+            statistics = RunningStatistics(self._model)
             loss = closure()
-            _put_back(buffers)
+            statistics.put_back()
             return loss
 
         return evaluate
 
     def __enter__(self) -> Self:
         self._streams = self._opt._random_streams()
-        if self._opt.pending:  # resumed from a checkpoint between the two evaluations
+        if self._opt.pending:
             self._streams.unpack(self._opt._home["rng"])
             self._streams.rewind()
         else:
             self._opt._home["rng"] = self._streams.pack()
-        self._saved = self._buffers()
-        self._opt._between.append(self._rewind)
+        self._statistics = RunningStatistics(self._model)
+        self._opt._between.append(self.rewind)
         return self
 
     def __exit__(
@@ -106,21 +129,14 @@ class same_sample:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._opt._between.remove(self._rewind)
-        self._saved = []
+        self._opt._between.remove(self.rewind)
 
-    def _rewind(self) -> None:
+    def rewind(self) -> None:
+        """Back to where the sample began; `opt.move()` calls it inside the context."""
         if self._opt._options.replay_rng:
             self._streams.rewind()
-        _put_back(self._saved)
+        self.put_back()
 
-    def _buffers(self) -> list[tuple[Tensor, Tensor]]:
-        if self._model is None:
-            return []
-        return [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
-
-
-@torch.no_grad()
-def _put_back(buffers: list[tuple[Tensor, Tensor]]) -> None:
-    for buffer, saved in buffers:
-        buffer.copy_(saved)
+    def put_back(self) -> None:
+        """Undo what the evaluation did to running statistics."""
+        self._statistics.put_back()

@@ -1,0 +1,194 @@
+"""bf16 autocast, and fp16 with a loss scale that overflows in either evaluation."""
+
+import pytest
+import torch
+from torch import nn
+
+from stormplus import StormPlus, scaled_step
+
+N = 12
+DATA = torch.Generator().manual_seed(0)
+X, Y = torch.randn(N, 16, 6, generator=DATA), torch.randn(N, 16, 1, generator=DATA)
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 1))
+
+
+def full_precision(steps=N, lr=0.3, skip=()):
+    model = network()
+    opt = StormPlus(model.parameters(), lr=lr)
+    from stormplus import same_sample
+
+    for i in range(steps):
+        if i in skip:
+            continue
+
+        def closure():
+            opt.zero_grad()
+            loss = nn.functional.smooth_l1_loss(model(X[i]), Y[i])
+            loss.backward()
+            return loss
+
+        opt.step(same_sample(opt, model)(closure))
+    return model, opt
+
+
+class Scaled:
+    """A training run under `scaled_step` that can be made to overflow where it is told."""
+
+    def __init__(self, overflow=(), dtype=torch.float16, autocast=True):
+        self.model = network()
+        self.opt = StormPlus(self.model.parameters(), lr=0.3)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=1000)
+        self.overflow, self.calls = set(overflow), []
+        self.dtype, self.autocast = dtype, autocast
+
+    def step(self, i, **options):
+        def closure():
+            call = (i, sum(k == i for k, _ in self.calls))
+            self.calls.append(call)
+            self.opt.zero_grad()
+            with torch.autocast("cpu", dtype=self.dtype, enabled=self.autocast):
+                out = self.model(X[i])
+            loss = nn.functional.smooth_l1_loss(out.float(), Y[i])
+            self.scaler.scale(loss).backward()
+            if call in self.overflow:
+                self.model[0].weight.grad[0, 0] = float("inf")
+            return loss
+
+        return scaled_step(self.opt, self.scaler, closure, self.model, **options)
+
+    def run(self):
+        for i in range(N):
+            self.step(i)
+        return self
+
+
+def same(model, expected, tolerance):
+    for (name, a), b in zip(model.state_dict().items(), expected.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance, msg=name)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_autocast_follows_full_precision(dtype):
+    run = Scaled(dtype=dtype).run()
+    expected, _ = full_precision()
+    # 11 moves with gradients good to 2^-8 (bf16) or 2^-11 (fp16)
+    same(run.model, expected, 0.1 if dtype == torch.bfloat16 else 0.02)
+    assert len(run.calls) == 2 * N - 1
+    assert run.opt.state[run.model[0].weight]["estimator"].dtype == torch.float32
+
+
+def test_plain_bf16_autocast_needs_nothing_new():
+    model = network()
+    opt = StormPlus(model.parameters(), lr=0.3)
+    calls = []
+    for i in range(N):
+
+        def closure():
+            calls.append(i)
+            opt.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                out = model(X[i])
+            loss = nn.functional.smooth_l1_loss(out.float(), Y[i])
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    assert len(calls) == 2 * N - 1
+    expected, _ = full_precision()
+    for a, b in zip(model.parameters(), expected.parameters()):
+        torch.testing.assert_close(a, b, rtol=0.1, atol=0.1)
+
+
+def test_scaling_alone_changes_nothing():
+    # Without autocast the scale is a power of two: unscaled gradients are exact.
+    run = Scaled(autocast=False).run()
+    expected, opt = full_precision()
+    same(run.model, expected, 0.0)
+    assert run.opt.diagnostics() == opt.diagnostics()
+
+
+def test_overflow_in_the_first_evaluation_drops_the_sample_before_anything_moved():
+    run = Scaled(overflow=[(5, 0)], autocast=False).run()
+    assert run.scaler.get_scale() == 2.0**9
+    expected, opt = full_precision(skip=[5])
+    same(run.model, expected, 0.0)
+    assert run.opt.diagnostics() == opt.diagnostics()
+    assert [call for call in run.calls if call[0] == 5] == [(5, 0)]
+
+
+def test_overflow_of_the_very_first_sample():
+    run = Scaled(overflow=[(0, 0)], autocast=False).run()
+    expected, _ = full_precision(skip=[0])
+    same(run.model, expected, 0.0)
+
+
+def test_overflow_in_the_second_evaluation_keeps_the_move_and_tries_again():
+    run = Scaled(overflow=[(5, 1), (5, 2), (7, 1)], autocast=False).run()
+    assert run.scaler.get_scale() == 2.0**7
+    assert [call for call in run.calls if call[0] == 5] == [(5, k) for k in range(4)]
+    expected, opt = full_precision()
+    same(run.model, expected, 0.0)  # running statistics too
+    assert run.opt.diagnostics() == opt.diagnostics()
+
+
+def test_twenty_overflows_are_enough():
+    run = Scaled(overflow=[(3, k) for k in range(1, 30)], autocast=False)
+    for i in range(3):
+        run.step(i)
+    before = run.opt.diagnostics()
+    with pytest.raises(FloatingPointError, match="overflowed 20 times, down to a scale of"):
+        run.step(3)
+    assert len([call for call in run.calls if call[0] == 3]) == 21
+    assert run.opt.pending
+    assert run.opt.diagnostics()["sum_g_sq"] == before["sum_g_sq"]
+    run.step(4)  # restarts: one evaluation
+    assert len([call for call in run.calls if call[0] == 4]) == 1
+    assert torch.isfinite(run.model[0].weight).all()
+
+
+def test_gradients_can_be_clipped_once_unscaled():
+    run = Scaled(autocast=False)
+    norms = []
+
+    def clip():
+        norms.append(nn.utils.clip_grad_norm_(run.model.parameters(), 0.05).item())
+
+    for i in range(3):
+        run.step(i, process=clip)
+    assert len(norms) == 5
+    assert max(norms) < 10  # of the loss, not of the scaled loss
+    assert run.opt.diagnostics()["grad_norm"] <= 0.05 * (1 + 1e-6)
+
+
+def test_hooks_fire_once_and_schedulers_do_not_warn():
+    run = Scaled()
+    fired = []
+    run.opt.register_step_post_hook(lambda *_: fired.append("post"))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(run.opt, 0.9)
+    for i in range(4):
+        run.step(i)
+        schedule.step()
+    assert fired == ["post"] * 4
+
+
+def test_disabled_scaler_is_the_plain_step():
+    run = Scaled(autocast=False)
+    run.scaler = torch.amp.GradScaler("cpu", enabled=False)
+    run.run()
+    expected, _ = full_precision()
+    same(run.model, expected, 0.0)
+
+
+def test_torch_refuses_its_own_line_and_ours_says_what_to_do():
+    # The reason for scaled_step: scaler.step takes no closure, and without one we refuse.
+    run = Scaled(autocast=False)
+    run.step(0)
+    with pytest.raises(RuntimeError, match="Closure use is not currently supported"):
+        run.scaler.step(run.opt, closure=lambda: None)
+    run.scaler.scale(torch.ones((), requires_grad=True)).backward()
+    with pytest.raises(TypeError, match="scaled_step"):
+        run.scaler.step(run.opt)
