@@ -1,0 +1,130 @@
+"""The hidden units of STORM+, drawn: ResNet34 beside non-convex logistic regression.
+
+    python docs/scripts/hidden_units_figure.py
+
+Runs the logistic regressions (about a minute), writes
+`docs/results/hidden_units_logistic.json` and `docs/figures/hidden_units.png`; the ResNet34
+panels are read from `docs/results/hidden_units_resnet34.json` (see `hidden_units.py`).
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from stormplus import minimize
+from stormplus.problems import FiniteSum, breast_cancer, digits_parity
+from stormplus.rates.report import versions
+from stormplus.theory import remembered
+
+DOCS = Path(__file__).parents[1]
+LRS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+SEEDS, STEPS, BATCH = 5, 3000, 16
+COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
+
+
+def sgd(problem: FiniteSum, lr: float, seed: int) -> Any:
+    """SGD with lr / sqrt(t) and as many gradients as STORM+ takes."""
+    x, rng = problem.start(), np.random.default_rng(seed)
+    for t in range(1, 2 * STEPS):
+        x = x - lr / t**0.5 * problem.grad(x, problem.sample(rng))
+    return x
+
+
+def logistic() -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, make in (("breast cancer", breast_cancer), ("digits, parity", digits_parity)):
+        problem = make(batch_size=BATCH)
+        rows: dict[str, list[float]] = {"storm+": [], "sgd": []}
+        for lr in LRS:
+            plus = [
+                minimize(problem.grad, problem.start(), problem.sample, STEPS, lr=lr, rng=seed).x
+                for seed in range(SEEDS)
+            ]
+            plain = [sgd(problem, lr, seed) for seed in range(SEEDS)]
+            for key, points in (("storm+", plus), ("sgd", plain)):
+                norms = [float(np.linalg.norm(problem.full_grad(x))) for x in points]
+                rows[key].append(float(f"{np.mean(norms):.4g}"))
+        found[name] = rows
+        print(name, rows, flush=True)
+    return found
+
+
+def smooth(values: Any, width: int = 10) -> Any:
+    return np.convolve(values, np.ones(width) / width, mode="valid")
+
+
+def main() -> None:
+    resnet = json.loads((DOCS / "results" / "hidden_units_resnet34.json").read_text())
+    found = logistic()
+    result = {
+        "command": "python docs/scripts/hidden_units_figure.py",
+        "seeds": SEEDS,
+        "steps": STEPS,
+        "batch": BATCH,
+        "lr": LRS,
+        "versions": versions(),
+        "final gradient norm, mean over seeds": found,
+        "largest over smallest, lr 0.3 to 10": {
+            f"{name}, {key}": round(max(norms[2:6]) / min(norms[2:6]), 2)
+            for name, rows in found.items()
+            for key, norms in rows.items()
+        },
+        "ResNet34": [
+            {
+                "run": f"{run['name']}, lr {run['lr']:g}",
+                "loss, mean of the last 20": round(
+                    float(np.mean([row["loss"] for row in run["rows"][-20:]])), 3
+                ),
+                "weight of the first sample's error": round(
+                    float(remembered(np.array([row.get("gain", 1.0) for row in run["rows"]]))[-1]),
+                    4,
+                ),
+            }
+            for run in resnet["runs"]
+        ],
+    }
+    (DOCS / "results" / "hidden_units_logistic.json").write_text(
+        json.dumps(result, indent=1) + "\n"
+    )
+
+    figure = Figure(figsize=(12, 4.2), layout="constrained")
+    loss, estimator, lrs = figure.subplots(1, 3)
+    for colour, run in zip(COLOURS, resnet["runs"]):
+        rows = [row for row in run["rows"] if np.isfinite(row["loss"])]
+        label = f"{run['name']}, lr {run['lr']:g}".replace("storm+", "STORM+").replace("sgd", "SGD")
+        losses = smooth([row["loss"] for row in rows])
+        style = ":" if run["name"] == "sgd" else "--" if "/" in run["name"] else "-"
+        loss.plot(np.arange(len(losses)) + 10, losses, style, color=colour, label=label)
+        if "estimator_norm" in rows[0]:
+            first = rows[0]["estimator_norm"]
+            growth = [row["estimator_norm"] / first for row in rows]
+            estimator.loglog(range(1, len(rows) + 1), growth, style, color=colour)
+    loss.set(xlabel="samples t", ylabel="training loss, mean of 10", title="ResNet34, CIFAR-10")
+    loss.set_ylim(1.3, None)  # room for the legend
+    loss.legend(fontsize=7.5, loc="lower left", ncols=2)
+    estimator.axhline(1, color="0.6", linewidth=0.8)
+    estimator.set(
+        xlabel="samples t", ylabel="$|d_t|\\,/\\,|d_1|$", title="the estimator's length, same runs"
+    )
+    for (name, rows), colour in zip(found.items(), COLOURS):
+        lrs.loglog(LRS, rows["storm+"], "o-", color=colour, label=f"STORM+, {name}")
+        lrs.loglog(LRS, rows["sgd"], "v:", color=colour, label=f"SGD $1/\\sqrt{{t}}$, {name}")
+    lrs.axvspan(0.3, 10, color="0.5", alpha=0.1)
+    lrs.set(
+        xlabel="lr",
+        ylabel=r"final $|\nabla f|$, mean of 5 seeds",
+        title="non-convex logistic regression",
+    )
+    lrs.legend(fontsize=7.5)
+    for axis in (loss, estimator, lrs):
+        axis.grid(True, alpha=0.3)
+    figure.savefig(DOCS / "figures" / "hidden_units.png", dpi=110)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,129 @@
+"""What a problem is: one definition, with a NumPy face and a torch face.
+
+A user's own problem needs two methods, `sample` and `grad` (the protocol `Problem`);
+`full_grad` lets the theory's observer see the true error. The problems of this package
+derive from `Objective`: they write their loss once, in operations that NumPy and torch
+share, and their gradient once, by hand, in NumPy. `Objective.module` is the torch face;
+its gradients come from autograd, so each face checks the other.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from stormplus.problems.torch_face import ProblemModule
+
+Array: TypeAlias = NDArray[np.float64]
+
+
+@runtime_checkable
+class Problem(Protocol):
+    """The least that `stormplus.minimize` asks for."""
+
+    def sample(self, rng: np.random.Generator) -> Any:
+        """Draw one xi."""
+
+    def grad(self, x: Array, xi: Any) -> Array:
+        """The gradient of f(.; xi) at x."""
+
+
+@dataclass(frozen=True)
+class Constants:
+    """The constants of the paper's Sec. 3; None where no finite bound is known.
+
+    Attributes:
+        smoothness: L, of every sample's loss.
+        grad_bound: G, on every sample's gradient.
+        noise: sigma, on the root of E|grad f(x; xi) - grad f(x)|^2.
+        value_range: B, on |f(x) - f(y)|.
+    """
+
+    smoothness: float | None = None
+    grad_bound: float | None = None
+    noise: float | None = None
+    value_range: float | None = None
+
+
+class Objective(ABC):
+    """f(x) = E[f(x; xi)] with an exact gradient, and constants where they are known.
+
+    Attributes:
+        dim: The number of unknowns; x is a vector.
+        constants: L, G, sigma and B.
+        data: The arrays the loss reads, by name.
+    """
+
+    dim: int
+    constants: Constants
+    data: Mapping[str, NDArray[Any]]
+
+    @abstractmethod
+    def sample(self, rng: np.random.Generator) -> Any:
+        """Draw one xi."""
+
+    @abstractmethod
+    def loss(self, x: Any, xi: Any, data: Mapping[str, Any], xp: Any) -> Any:
+        """f(x; xi) in the operations of `xp` (numpy or torch): the definition."""
+
+    @abstractmethod
+    def grad(self, x: Array, xi: Any) -> Array:
+        """The gradient of f(.; xi) at x."""
+
+    @abstractmethod
+    def full_grad(self, x: Array) -> Array:
+        """The gradient of f at x, exactly."""
+
+    @abstractmethod
+    def full_value(self, x: Array) -> float:
+        """f(x), exactly."""
+
+    @abstractmethod
+    def start(self, rng: np.random.Generator | int = 0) -> Array:
+        """A point to start from."""
+
+    def value(self, x: Array, xi: Any) -> float:
+        """f(x; xi)."""
+        return float(self.loss(x, xi, self.data, np))
+
+    def module(self, x: Array | None = None) -> ProblemModule:
+        """The torch face: a module with the parameter `x`, whose call is f(x; xi)."""
+        from stormplus.problems.torch_face import ProblemModule
+
+        return ProblemModule(self, self.start() if x is None else x)
+
+
+class FiniteSum(Objective):
+    """f(x) = (1/n) sum_i f_i(x); a sample is a batch of indices drawn with replacement.
+
+    With replacement, because the paper's samples are independent and of one distribution.
+    """
+
+    n_samples: int
+    batch_size: int
+
+    def sample(self, rng: np.random.Generator) -> NDArray[np.int64]:
+        return self.sample_batch(rng, self.batch_size)
+
+    def sample_batch(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
+        """`size` indices, independent and uniform."""
+        return rng.integers(self.n_samples, size=size)
+
+    def full_grad(self, x: Array) -> Array:
+        return self.grad(x, np.arange(self.n_samples))
+
+    def full_value(self, x: Array) -> float:
+        return self.value(x, np.arange(self.n_samples))
+
+
+def check_batch_size(batch_size: int) -> int:
+    """`batch_size`, if it is a positive integer."""
+    if batch_size < 1:
+        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+    return batch_size

@@ -1,0 +1,90 @@
+"""Problems on real data that ships inside scikit-learn: nothing is downloaded."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from stormplus.problems.base import Array
+from stormplus.problems.factor import MatrixCompletion, NonNegativeFactorisation, masked_matrix
+from stormplus.problems.linear import NonConvexLogistic, RobustRegression
+from stormplus.problems.phase import PhaseRetrieval, measured_image
+
+
+def _datasets() -> Any:
+    try:
+        return import_module("sklearn.datasets")
+    except ImportError as error:
+        raise ImportError(
+            "this problem's data ships inside scikit-learn: pip install 'stormplus[demo]'"
+        ) from error
+
+
+def _standardised(features: Array) -> Array:
+    """Columns of mean 0 and variance 1, constant ones left out, and a column of ones."""
+    spread = features.std(0)
+    a = (features[:, spread > 0] - features[:, spread > 0].mean(0)) / spread[spread > 0]
+    return np.column_stack([a, np.ones(len(a))])
+
+
+def breast_cancer(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogistic:
+    """Non-convex logistic regression on the breast-cancer data (569 rows, 31 columns)."""
+    bunch = _datasets().load_breast_cancer()
+    return NonConvexLogistic(
+        _standardised(bunch.data), 2.0 * bunch.target - 1, weight=weight, batch_size=batch_size
+    )
+
+
+def digits_parity(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogistic:
+    """Non-convex logistic regression, odd against even digits (1797 rows, 62 columns)."""
+    bunch = _datasets().load_digits()
+    return NonConvexLogistic(
+        _standardised(bunch.data),
+        2.0 * (bunch.target % 2) - 1,
+        weight=weight,
+        batch_size=batch_size,
+    )
+
+
+def diabetes_robust(*, scale: float = 1.0, batch_size: int = 1) -> RobustRegression:
+    """Robust regression on the diabetes data (442 rows, 11 columns), all standardised."""
+    bunch = _datasets().load_diabetes()
+    y = (bunch.target - bunch.target.mean()) / bunch.target.std()
+    return RobustRegression(_standardised(bunch.data), y, scale=scale, batch_size=batch_size)
+
+
+def digit_image(index: int = 0) -> Array:
+    """One 8 by 8 digit, pixels in [0, 1]."""
+    image: Array = _datasets().load_digits().images[index] / 16
+    return image
+
+
+def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
+    """scikit-learn's "china" or "flower" in grey, pixels in [0, 1], averaged over blocks."""
+    if name not in ("china", "flower"):
+        raise ValueError(f"name must be 'china' or 'flower', got {name!r}")
+    grey = _datasets().load_sample_image(f"{name}.jpg").mean(-1) / 255
+    rows, columns = (size // shrink for size in grey.shape)
+    blocks = grey[: rows * shrink, : columns * shrink].reshape(rows, shrink, columns, shrink)
+    image: Array = blocks.mean((1, 3))
+    return image
+
+
+def digit_phase_retrieval(index: int = 0, *, seed: int = 0) -> tuple[PhaseRetrieval, Array]:
+    """Phase retrieval of one digit, and the digit."""
+    return measured_image(digit_image(index), seed=seed)
+
+
+def digits_nmf(*, rank: int = 10, images: int = 500) -> NonNegativeFactorisation:
+    """NMF of the first `images` digits: one image a column."""
+    return NonNegativeFactorisation(_datasets().load_digits().data[:images].T / 16, rank)
+
+
+def image_completion(
+    name: str = "china", *, rank: int = 10, seen: float = 0.5, shrink: int = 4, seed: int = 0
+) -> tuple[MatrixCompletion, Array]:
+    """Completion of a sample image from a fraction of its pixels, and the image."""
+    image = sample_image(name, shrink=shrink)
+    return masked_matrix(image, rank, seen=seen, seed=seed)[0], image

@@ -1,0 +1,133 @@
+"""The paper's bounds with their constants, on runs and in closed form."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import brentq
+
+from stormplus.problems.base import Array
+from stormplus.theory.lemmas import Inequality
+
+
+class Trace(NamedTuple):
+    """A run with everything the proofs speak of; row t - 1 is time t.
+
+    Attributes:
+        x: x_1, ..., x_T.
+        g: g_t = grad f(x_t; xi_t).
+        g_tilde: g~_t = grad f(x_t; xi_{t+1}), one row less.
+        g_bar: grad f(x_t).
+        d: d_t.
+        gain: a_1, ..., a_{T+1}.
+        step_size: eta_t.
+    """
+
+    x: Array
+    g: Array
+    g_tilde: Array
+    g_bar: Array
+    d: Array
+    gain: Array
+    step_size: Array
+
+    @property
+    def error(self) -> Array:
+        """eps_t = d_t - grad f(x_t)."""
+        return self.d - self.g_bar
+
+    @property
+    def z(self) -> Array:
+        """Z_t = (g_t - g~_{t-1}) - (g_bar_t - g_bar_{t-1}), for t = 2, ..., T."""
+        return (self.g[1:] - self.g_tilde) - (self.g_bar[1:] - self.g_bar[:-1])
+
+
+def square_sums(rows: Array) -> float:
+    """sum_t |row_t|^2."""
+    return float((rows * rows).sum())
+
+
+def error_dynamics(trace: Trace) -> Array:
+    """What Eq. (ErrorDynamics) leaves over, for t = 2, ..., T: zero but for rounding.
+
+    eps_t - [(1 - a_t) eps_{t-1} + a_t (g_t - g_bar_t) + (1 - a_t) Z_t].
+    """
+    a = trace.gain[1:-1, None]  # a_2, ..., a_T
+    error = trace.error
+    fresh = a * (trace.g[1:] - trace.g_bar[1:])
+    return error[1:] - ((1 - a) * error[:-1] + fresh + (1 - a) * trace.z)
+
+
+def sum_of_gradients(
+    trace: Trace, smoothness: float, value_range: float, lr: float = 1.0
+) -> Inequality:
+    """Lemma SunGradSTORMP, on one run of STORM+ or simplified STORM+.
+
+    sum |g_bar_t|^2 <= sum |eps_t|^2 + 2 B a_{T+1}^(-1/3) D^(1/3) + (3/2) L D^(2/3), with
+    D = sum |d_t|^2. Beyond the paper: a learning rate divides the second term and
+    multiplies the third.
+    """
+    total = square_sums(trace.d)
+    descent = 2 * value_range / lr * trace.gain[-1] ** (-1 / 3) * total ** (1 / 3)
+    curvature = 1.5 * lr * smoothness * total ** (2 / 3)
+    return Inequality(
+        square_sums(trace.g_bar), float(square_sums(trace.error) + descent + curvature)
+    )
+
+
+def offline_sum_bound(smoothness: float, value_range: float) -> float:
+    """The offline theorem with its constant: sum |g_bar_t|^2 is at most this, for every T.
+
+    The largest S with S <= B (1 + S)^(2/9) S^(1/3) + L S^(2/3), the last line of
+    Eq. (OfflineCase). In closed form S <= max(1, 8 L^3, 2^(11/4) B^(9/4)): one of the two
+    terms is at least S/2, and 1 + S <= 2S beyond S = 1.
+    """
+    if smoothness == 0 and value_range == 0:
+        return 0.0
+    closed_form = max(1.0, 8 * smoothness**3, 2 ** (11 / 4) * value_range ** (9 / 4))
+
+    def gap(log_s: float) -> float:
+        s = math.exp(log_s)
+        descent, curvature = (1 + s) ** (2 / 9) * s ** (1 / 3), s ** (2 / 3)
+        return float(s - value_range * descent - smoothness * curvature)
+
+    # gap(S) / S grows with S, so there is one sign change.
+    low, high = -700.0, math.log(closed_form) + 1e-9  # exp(-700) is 1e-304
+    return math.exp(low if gap(low) >= 0 else float(brentq(gap, low, high)))
+
+
+class MainConstants(NamedTuple):
+    """kappa and M of Theorem StormpMain, up to absolute factors."""
+
+    kappa: float
+    offset: float
+
+
+def main_theorem_constants(
+    smoothness: float, grad_bound: float, value_range: float, *, as_printed: bool = False
+) -> MainConstants:
+    """The constants of E|grad f(x_bar)| <= O(M / sqrt(T) + kappa sigma^(1/3) / T^(1/3)).
+
+    The paper prints kappa = B^(3/4) + L^(3/2). The proof has (1024 L^3 + 12)(sigma^2 T)^(1/3)
+    in case 1, so an absolute constant belongs to kappa: 1 + B^(3/4) + L^(3/2). Without it
+    the theorem is false (`docs/theory.md`).
+    """
+    kappa = value_range**0.75 + smoothness**1.5 + (0.0 if as_printed else 1.0)
+    offset = (
+        1
+        + smoothness**2.25
+        + value_range**1.125
+        + grad_bound**5
+        + (smoothness * grad_bound**4) ** 1.5
+    )
+    return MainConstants(kappa, offset)
+
+
+def remembered(gain: Array) -> Array:
+    """prod_{i<=t} (1 - a_i): the weight of the first sample's error in eps_t.
+
+    `gain` starts at a_2: a_1 = 1 is what puts that error there.
+    """
+    return np.asarray(np.cumprod(1 - gain), np.float64)

@@ -1,0 +1,162 @@
+"""The paper's inequalities on sequences, each as a pair (left side, right side).
+
+They are written with arithmetic only, so that `float` shows what a computer sees and
+`decimal.Decimal`, with as many digits as one likes, tells a rounding error from a
+statement that is false. `docs/theory.md` lists what was found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple, TypeAlias
+
+# A float or a decimal.Decimal; one kind a call.
+Number: TypeAlias = Any
+
+
+class Inequality(NamedTuple):
+    """`left <= right`, as the paper claims."""
+
+    left: Number
+    right: Number
+
+    def holds(self, tolerance: float = 0.0) -> bool:
+        """Whether it holds, up to a fraction `tolerance` of the right side."""
+        return bool(self.left <= self.right + type(self.right)(tolerance) * abs(self.right))
+
+
+def _ratio(numerator: int, denominator: int, like: Number) -> Number:
+    """A fraction in the number type of `like`: 2/3 to all its digits."""
+    kind = type(like)
+    return kind(numerator) / kind(denominator)
+
+
+def _before(terms: Sequence[Number], first: Number) -> list[Number]:
+    """The sums first + sum_{j<i} b_j, for each i."""
+    return list(accumulate(terms[:-1], initial=first))
+
+
+def technical_1(b: Sequence[Number], p: Number) -> Inequality:
+    """Lemma technical-1: sum_i b_i / (sum_{j<=i} b_j)^p <= (sum_i b_i)^(1-p) / (1-p).
+
+    The paper asks for b_1 > 0. With leading zeros the terms are 0/0; read as 0 (which is
+    how d_0 and eta_0 enter the proofs) the statement holds for them too.
+    """
+    total = list(accumulate(b))
+    left = sum((b_i / s_i**p for b_i, s_i in zip(b, total) if s_i > 0), start=0 * b[0])
+    right = total[-1] ** (1 - p) / (1 - p) if total[-1] > 0 else 0 * b[0]
+    return Inequality(left, right)
+
+
+def shifted_technical_1(
+    b: Sequence[Number], first: Number, p: Number, bound: Number | None = None
+) -> Inequality:
+    """Lemma shifted-technical-1, as printed; `first` is b_0, `bound` is b.
+
+    sum_i b_i / (b_0 + sum_{j<i} b_j)^p <= b / b_0^p + 2/(1-p) (b_0 + sum_i b_i)^(1-p).
+    """
+    bound = max(b) if bound is None else bound
+    left = sum((b_i / s_i**p for b_i, s_i in zip(b, _before(b, first))), start=0 * first)
+    right = bound / first**p + 2 / (1 - p) * (first + sum(b)) ** (1 - p)
+    return Inequality(left, right)
+
+
+def shifted_technical_1_sharp(b: Sequence[Number], first: Number, p: Number) -> Inequality:
+    """The same with a smaller right side: b / b_0^p + ((b_0 + S)^(1-p) - b_0^(1-p)) / (1-p).
+
+    For a decreasing function h and S_i = b_1 + ... + b_i, a left sum exceeds the integral by
+    sum_i b_i h(S_{i-1}) - int_0^S h <= sum_i b_i (h(S_{i-1}) - h(S_i)) <= b h(0).
+    """
+    left = shifted_technical_1(b, first, p).left
+    integral = ((first + sum(b)) ** (1 - p) - first ** (1 - p)) / (1 - p)
+    return Inequality(left, max(b) / first**p + integral)
+
+
+def shifted_technical_1_line_3(b: Sequence[Number], first: Number, p: Number) -> Inequality:
+    """The third line of the lemma's proof, case 2: false as printed.
+
+    It claims sum_{i<T_0} b_i <= b, where T_0 is the first i with sum_{j<i} b_j >= b. The
+    term that crosses b is in that sum, so 2b is the bound.
+    """
+    bound = max(b)
+    before = _before(b, 0 * first)
+    start = next((i for i, s in enumerate(before) if s >= bound), len(b))  # T_0 - 1
+    left = shifted_technical_1(b, first, p).left
+    tail = sum(
+        (b_i / ((bound + s_i) / 2) ** p for b_i, s_i in zip(b[start:], before[start:])),
+        start=0 * first,
+    )
+    return Inequality(left, bound / first**p + tail)
+
+
+def const_sum(a: Sequence[Number], constant: int = 12) -> Inequality:
+    """Lemma ConstSum: sum_i a_i / (1 + sum_{j<=i} a_j)^(4/3) <= 12.
+
+    It is a right sum of the integral of (1 + s)^(-4/3) over [0, inf), which is 3: the
+    statement holds with `constant=3`, and with no smaller one.
+    """
+    power = _ratio(4, 3, a[0])
+    left = sum((a_i / (1 + s_i) ** power for a_i, s_i in zip(a, accumulate(a))), start=0 * a[0])
+    return Inequality(left, type(a[0])(constant))
+
+
+def const_sum_delayed(a: Sequence[Number], constant: int = 12, multiple: int = 2) -> Inequality:
+    """Lemma ConstSum_Delayed: sum_i a_i / (1 + sum_{j<i} a_j)^(4/3) <= 12 + 2 a_max.
+
+    By the argument of `shifted_technical_1_sharp` it holds with 3 + a_max
+    (`constant=3, multiple=1`).
+    """
+    power, one = _ratio(4, 3, a[0]), type(a[0])(1)
+    left = sum(
+        (a_i / s_i**power for a_i, s_i in zip(a, _before(a, one))),
+        start=0 * a[0],
+    )
+    return Inequality(left, constant + multiple * max(a))
+
+
+def young(a: Number, b: Number, rho: Number) -> Inequality:
+    """Eq. (YoungsIneqVersion): a^(2/9) b^(1/3) <= (2/3) a^(1/3) rho^(3/2) + b / (3 rho^3)."""
+    third = _ratio(1, 3, a)
+    left = a ** _ratio(2, 9, a) * b**third
+    return Inequality(left, 2 * third * a**third * rho ** _ratio(3, 2, a) + b / (3 * rho**3))
+
+
+def gains(g_sq: Sequence[Number]) -> list[Number]:
+    """a_1, ..., a_{T+1} of STORM+ for squared gradient norms |g_1|^2, ..., |g_T|^2."""
+    one = type(g_sq[0])(1)
+    power = -_ratio(2, 3, g_sq[0])
+    return [total**power for total in accumulate(g_sq, initial=one)]
+
+
+def beta(grad_bound: Number) -> Number:
+    """The threshold beta = min(1, 1/G^4)."""
+    return 1 / max(type(grad_bound)(1), grad_bound**4)
+
+
+def tau_star(a: Sequence[Number], grad_bound: Number) -> int:
+    """tau* = max{t in [T]: a_t >= beta}, for a_1, ..., a_{T+1}.
+
+    It is a stopping time because a_t never grows: {tau* <= t} = {a_{t+1} < beta} for
+    t < T, and a_{t+1} is known at time t. For gains that may grow (STORM's with a
+    changing learning rate) a last time would not be one.
+    """
+    return max(t for t, a_t in enumerate(a[:-1], start=1) if a_t >= beta(grad_bound))
+
+
+def ats_tau_star(
+    g_sq: Sequence[Number], grad_bound: Number
+) -> tuple[list[Inequality], list[Inequality]]:
+    """Lemma AtsTauStar, both parts, one inequality a step.
+
+    1/a_{t+1} <= 1/beta~ for t <= tau*, with 1/beta~ = (1/beta^(3/2) + G^2)^(2/3), and
+    1/a_{t+1} - 1/a_t <= 2/3 for t >= tau* + 1.
+    """
+    a = gains(g_sq)
+    last = tau_star(a, grad_bound)
+    two_thirds = _ratio(2, 3, grad_bound)
+    inverse = (beta(grad_bound) ** -_ratio(3, 2, grad_bound) + grad_bound**2) ** two_thirds
+    # a_{t+1} is a[t]: the list starts at a_1.
+    first_part = [Inequality(1 / a[t], inverse) for t in range(1, last + 1)]
+    second_part = [Inequality(1 / a[t] - 1 / a[t - 1], two_thirds) for t in range(last + 1, len(a))]
+    return first_part, second_part
