@@ -1,6 +1,9 @@
 """The three ways of running a pass: equal on real sizes, lean, compiled once."""
 
 import gc
+import os
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -151,3 +154,30 @@ def test_fused_moves_are_seen_by_autograd():
     opt.move()
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         stale.backward()
+
+
+def test_fused_without_a_compiler_says_so_before_anything_moved(tmp_path):
+    code = (
+        "import torch\n"
+        "from stormplus import StormPlus\n"
+        "p = torch.nn.Parameter(torch.ones(3))\n"
+        "opt = StormPlus([p], fused=True)\n"
+        "p.grad = torch.ones(3)\n"
+        "opt.estimate()\n"
+        "try:\n"
+        "    opt.move()\n"
+        "except RuntimeError as error:\n"
+        "    print(error, p.tolist(), opt.pending)\n"
+    )
+    environment = os.environ | {"CXX": "/nonexistent", "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    out = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=False
+    )
+    assert "install a C++ compiler" in out.stdout, out.stderr
+    assert "[1.0, 1.0, 1.0] False" in out.stdout
+
+
+def test_importing_the_optimizers_does_not_import_the_compiler():
+    code = "import stormplus.torch, sys; print('torch._dynamo' in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"

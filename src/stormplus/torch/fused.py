@@ -49,7 +49,21 @@ def _square(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> Tensor:
 
 @cache
 def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    return torch.compile(kernel, dynamic=True, fullgraph=True)
+    compiled = torch.compile(kernel, dynamic=True, fullgraph=True)
+
+    def call(*tensors: Tensor) -> Any:
+        try:
+            return compiled(*tensors)
+        except Exception as error:  # before any tensor has been touched
+            # By name: importing the compiler's errors costs every user two seconds.
+            if not type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+                raise
+            raise RuntimeError(
+                "fused=True could not compile its kernels: install a C++ compiler that "
+                "torch.compile finds, or leave fused=True out"
+            ) from error
+
+    return call
 
 
 class Fused:
@@ -112,6 +126,8 @@ def _sorted(batch: Batch) -> tuple[list[Flat], list[Flat], Batch]:
     if not batch.has_grad:
         return large, small, batch
     for tensors in zip(batch.xs, batch.ds, batch.gs):
+        if tensors[0].numel() == 0:  # a shard that is empty here; the compiler would start anew
+            continue
         if all(t.is_contiguous() for t in tensors):
             # Without .data the compiler would look through the view at the tensor's shape,
             # and compile a kernel for each.

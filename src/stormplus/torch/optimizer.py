@@ -17,7 +17,7 @@ from itertools import chain
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 from torch.optim import optimizer as torch_optimizer
 
 from stormplus.torch import state as states
@@ -89,7 +89,7 @@ class StormOptimizer(RememberingOptimizer):
         }
         super().__init__(params, options, defaults)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @_disable_dynamo  # as torch.compiler.disable, without its two seconds of import
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one sample: one evaluation on the first call, two on every later one.
 
