@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: demo test test-long test-all lint format bench-step rates clean help
+.PHONY: demo test test-long test-all lint format bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -39,6 +39,9 @@ format: $(READY)  ## let ruff put things right
 
 bench-step: $(READY)  ## time the optimizer's own work against torch.optim
 	$(BIN)/python benchmark/bench_step.py
+
+bench-jax: $(READY)  ## time the optax transformations against optax.adam
+	$(BIN)/python benchmark/bench_jax.py
 
 rates: $(READY)  ## the paper's rates, measured: a figure, a table, the raw rows (5 minutes)
 	$(BIN)/stormplus rates --output out/rates

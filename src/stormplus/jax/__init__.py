@@ -1,0 +1,33 @@
+"""STORM+, simplified STORM+ and STORM as optax transformations.
+
+tx = storm_plus()
+state = tx.init(params)
+grad_fn = lambda p: jax.grad(loss)(p, batch, key)  # one sample: both evaluations share it
+updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
+params = optax.apply_updates(params, updates)
+"""
+
+from __future__ import annotations
+
+try:
+    import jax as _jax  # noqa: F401
+    import optax as _optax  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
+except ImportError as error:
+    raise ImportError("stormplus.jax needs jax and optax: pip install 'stormplus[jax]'") from error
+
+from stormplus.jax.accumulation import accumulate
+from stormplus.jax.iterate import UniformIterate, UniformIterateState, uniform_iterate
+from stormplus.jax.methods import simplified_storm_plus, storm, storm_plus
+from stormplus.jax.template import StormState, verify
+
+__all__ = [
+    "StormState",
+    "UniformIterate",
+    "UniformIterateState",
+    "accumulate",
+    "simplified_storm_plus",
+    "storm",
+    "storm_plus",
+    "uniform_iterate",
+    "verify",
+]

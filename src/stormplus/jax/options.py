@@ -1,0 +1,105 @@
+"""The arguments that the three methods share, checked once, and the gradient they ask for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import optax  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.jax.trees import Layout, PyTree, TreeOrFunction, estimator_dtype
+from stormplus.solver import NORMS, SCOPES
+
+# `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
+Number: TypeAlias = float | jax.Array
+NumberOrSchedule: TypeAlias = Number | Callable[[jax.Array], Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """See `stormplus.jax.storm_plus` for what each one does."""
+
+    lr: NumberOrSchedule
+    weight_decay: Number
+    decoupled_weight_decay: bool
+    maximize: bool
+    norm: str
+    scope: str
+    groups: TreeOrFunction
+    mask: TreeOrFunction
+    gradient_transform: Any
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            _check_number("lr", self.lr, "the paper's is 1.0; a schedule is a function")
+        _check_number("weight_decay", self.weight_decay, "0.0 is none")
+        for name in ("decoupled_weight_decay", "maximize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        for name, choices in (("norm", NORMS), ("scope", SCOPES)):
+            if getattr(self, name) not in choices:
+                raise ValueError(
+                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
+                )
+        if (self.scope == "group") != (self.groups is not None):
+            raise ValueError(
+                "scope='group' and groups= go together (groups: a tree of labels, or a function "
+                f"of the parameters), got scope={self.scope!r} and groups={self.groups!r}"
+            )
+        tx = self.gradient_transform
+        if tx is not None and not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(
+                "gradient_transform must be an optax transformation without state, such as "
+                f"optax.clip_by_global_norm(1.0), got {tx!r}"
+            )
+
+    def layout(self, params: PyTree) -> Layout:
+        return Layout(params, mask=self.mask, scope=self.scope, groups=self.groups)
+
+    def decay(self, x: list[jax.Array], *, decoupled: bool) -> list[Any]:
+        """`weight_decay` times x, of the kind asked for; zeros where there is none."""
+        none = not isinstance(self.weight_decay, jax.Array) and self.weight_decay == 0
+        if none or self.decoupled_weight_decay != decoupled:
+            return [0.0] * len(x)
+        wide = [x_i.astype(estimator_dtype(x_i)) for x_i in x]
+        return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in wide]
+
+    def gradient(
+        self, layout: Layout, tree: PyTree, x: list[jax.Array], source: str
+    ) -> list[jax.Array]:
+        """The gradient at x of the objective, from what the user's function returned."""
+        g = layout.gradient(tree, source)
+        if self.gradient_transform is not None:
+            g = self._transformed(layout, g, x)
+        if self.maximize:
+            g = [-g_i for g_i in g]
+        # Beyond the paper: L2 weight decay, part of the objective, so in both gradients.
+        return [g_i + decay_i for g_i, decay_i in zip(g, self.decay(x, decoupled=False))]
+
+    def _transformed(
+        self, layout: Layout, g: list[jax.Array], x: list[jax.Array]
+    ) -> list[jax.Array]:
+        # Beyond the paper: whatever processes gradients must process both of a pair.
+        tx = optax.with_extra_args_support(self.gradient_transform)
+        params, gradient = layout.with_holes(x), layout.with_holes(g)
+        state = tx.init(params)
+        if jax.tree.leaves(state):
+            raise ValueError(
+                "gradient_transform must have no state, because it is applied to two gradients "
+                f"a step and none of it is kept; got one with the state {state!r}"
+            )
+        transformed, _ = tx.update(gradient, state, params)
+        leaves: list[jax.Array] = jax.tree.leaves(transformed)
+        return [new.astype(old.dtype) for new, old in zip(leaves, g)]
+
+
+def _check_number(name: str, value: Any, hint: str) -> None:
+    if isinstance(value, jax.Array):
+        return
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {value!r}; {hint}")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}; {hint}")
