@@ -131,6 +131,11 @@ def test_storm_refuses_constants(name, bad):
         StormRule(**{name: bad})
 
 
+def test_storm_refuses_constants_whose_gain_overflows():
+    with pytest.raises(ValueError, match="must be finite"):
+        StormRule(c=1e300, smoothness=1e10)
+
+
 def test_make_rule_names_what_it_takes():
     assert make_rule("storm", theta=0.5) == StormRule(theta=0.5)
     with pytest.raises(ValueError, match=r"method must be one of storm\+, .*, got 'adam'"):

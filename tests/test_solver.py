@@ -196,6 +196,8 @@ GOOD = {"grad": lambda x, xi: x, "x0": np.ones(2), "sample": None, "steps": 3}
         ({"theta": 1.0}, TypeError, "has no option theta"),
         ({"method": "storm", "w": -1}, ValueError, "w must be a positive finite number, got -1"),
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative, got -1.0"),
+        ({"lr": -1.0, "steps": 1}, ValueError, "lr must be finite and not negative, got -1.0"),
+        ({"lr": "fast"}, ValueError, "lr must be a number or one number a block, got 'fast'"),
         ({"lr": [1.0, 2.0, 3.0]}, ValueError, "one number a block"),
         ({"x0": []}, ValueError, "at least one block"),
         ({"x0": np.array([np.nan])}, ValueError, "x0 must be finite"),
@@ -207,6 +209,33 @@ GOOD = {"grad": lambda x, xi: x, "x0": np.ones(2), "sample": None, "steps": 3}
 def test_bad_input(change, error, message):
     with pytest.raises(error, match=message):
         minimize(**GOOD | change)
+
+
+def test_only_the_callback_may_stop_the_run():
+    samples = iter([1.0, 2.0])
+    with pytest.raises(StopIteration) as caught:
+        minimize(lambda x, xi: x, np.ones(1), lambda rng: next(samples), 10)
+    assert caught.value.result.nit == 2
+
+
+def test_failure_before_the_first_sample_has_a_result_too():
+    with pytest.raises(FloatingPointError) as caught:
+        minimize(lambda x, xi: x * np.nan, np.ones(2), None, 3)
+    np.testing.assert_array_equal(caught.value.result.x, np.ones(2))
+    assert caught.value.result.nit == 0
+
+
+def test_sums_that_overflow_raise():
+    with pytest.raises(FloatingPointError, match="too large for the sums"):
+        minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3)
+
+
+def test_empty_blocks_count_nothing():
+    def grad(x, xi):
+        return [np.ones(3), np.ones(0)]
+
+    result = minimize(grad, [np.zeros(3), np.zeros(0)], None, 1, norm="mean")
+    assert result.sum_g_sq == 1.0
 
 
 def test_arguments_are_not_modified():

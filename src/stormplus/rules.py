@@ -115,6 +115,9 @@ class StormRule:
                     f"{field.name} must be a positive finite number, got {value!r}; "
                     f"the default is {field.default}"
                 )
+        largest = self.c * self.smoothness**2 * (self.theta / self.w ** (1 / 3)) ** 2
+        if not largest < math.inf:
+            raise ValueError(f"c L^2 eta^2 must be finite, got {largest} from {self}")
 
     def __call__(
         self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar

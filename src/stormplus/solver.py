@@ -71,13 +71,8 @@ def minimize(
         FloatingPointError: A gradient that is not finite; its attribute `result` is the
             result up to the sample before.
     """
-    for name, function in (("grad", grad), ("sample", sample), ("callback", callback)):
-        if not callable(function) and (function is not None or name == "grad"):
-            raise TypeError(f"{name} must be a function, got {function!r}")
-    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)):
-        raise TypeError(f"steps must be an integer, got {steps!r}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
+    _check_functions(grad=grad, sample=sample, callback=callback)
+    _check_steps(steps)
     _check_choice("norm", norm, NORMS)
     _check_choice("scope", scope, SCOPES)
     rule = make_rule(method, **rule_options)
@@ -97,14 +92,16 @@ def minimize(
     def square_norm(blocks: Blocks) -> Any:
         """|.|^2 as the rules see it: one number, or one a block."""
         squares = np.array([np.vdot(block, block) for block in blocks])
-        sizes = np.array([max(block.size, 1) for block in blocks])
+        sizes = np.array([block.size for block in blocks])
         if scope == "global":
             squares, sizes = squares.sum(), sizes.sum()
-        return squares / sizes if norm == "mean" else squares
+        return squares / np.maximum(sizes, 1) if norm == "mean" else squares
 
+    if not callable(lr):
+        _per_block(lr, len(x))  # a bad one is refused before the first sample is drawn
     d: Blocks = []
     a = eta = np.ones(())
-    sums, result = Sums(), _Progress(single, scope)
+    sums, result = Sums(), _Progress(single, scope, x)
     try:
         for t in range(1, steps + 1):
             xi = None if sample is None else sample(rng)
@@ -121,7 +118,12 @@ def minimize(
                 ]
                 x = x_new
             g_sq, d_sq = square_norm(g), square_norm(d)
-            sums, a, eta = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
+            with np.errstate(over="ignore", invalid="ignore"):  # looked at in the next line
+                sums, a, eta = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
+            if not np.isfinite(sums.sum_d_sq_over_a.total).all():
+                raise FloatingPointError(
+                    f"gradients of norm {np.sqrt(g_sq)} are too large for the sums: scale f down"
+                )
             result.record(
                 x=x,
                 estimator=d,
@@ -134,9 +136,10 @@ def minimize(
                 sum_d_sq_over_a=sums.sum_d_sq_over_a.total,
             )
             if callback is not None:
-                callback(result.so_far("in progress"))
-    except StopIteration:
-        return result.so_far(f"stopped by the callback after {result.nit} samples")
+                try:
+                    callback(result.so_far("in progress"))
+                except StopIteration:
+                    return result.so_far(f"stopped by the callback after {t} samples")
     except BaseException as error:  # KeyboardInterrupt too: nothing is lost
         error.result = result.so_far(f"ended by {error!r}")  # type: ignore[attr-defined]
         raise
@@ -146,9 +149,9 @@ def minimize(
 class _Progress:
     """The result so far."""
 
-    def __init__(self, single: bool, scope: str) -> None:
+    def __init__(self, single: bool, scope: str, x: Blocks) -> None:
         self.single, self.scope, self.nit = single, scope, 0
-        self.fields: dict[str, Any] = {}
+        self.fields: dict[str, Any] = {"x": x, "x_uniform": x}
         self.rows: dict[str, list[Any]] = {name: [] for name in HISTORY}
 
     def record(self, *, x: Blocks, estimator: Blocks, uniform: bool, **scalars: Any) -> None:
@@ -202,6 +205,19 @@ class _History(Mapping[str, Array]):
         return len(self._rows)
 
 
+def _check_functions(**functions: Any) -> None:
+    for name, function in functions.items():
+        if not callable(function) and (function is not None or name == "grad"):
+            raise TypeError(f"{name} must be a function, got {function!r}")
+
+
+def _check_steps(steps: int) -> None:
+    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)):
+        raise TypeError(f"steps must be an integer, got {steps!r}")
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+
+
 def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
@@ -215,7 +231,10 @@ def _as_float64(block: Any) -> Array:
 
 
 def _per_block(lr: Any, blocks: int) -> Array:
-    rates = np.asarray(lr, dtype=np.float64)
+    try:
+        rates = np.asarray(lr, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise ValueError(f"lr must be a number or one number a block, got {lr!r}") from None
     if rates.ndim > 1 or (rates.ndim == 1 and len(rates) != blocks):
         raise ValueError(f"lr must be a number or one number a block ({blocks}), got {lr!r}")
     if not (np.isfinite(rates).all() and (rates >= 0).all()):

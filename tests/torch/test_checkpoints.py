@@ -207,6 +207,65 @@ def test_user_hooks_see_and_change_what_is_loaded():
     assert torch.equal(twin.state[first]["estimator"], 2 * before)
 
 
+def test_user_hooks_after_loading_have_the_last_word():
+    problem = Network(samples=4)
+    params = problem.parameters()
+    opt = StormPlus(params)
+    problem.run(opt, params)
+    twin = StormPlus(problem.parameters())
+    first = twin.param_groups[0]["params"][0]
+
+    def mine(loaded):
+        loaded.state[first]["estimator"] = torch.full_like(first, 7.0)
+
+    twin.register_load_state_dict_post_hook(mine)
+    twin.load_state_dict(opt.state_dict())
+    assert (twin.state[first]["estimator"] == 7).all()
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@pytest.mark.parametrize("which", [0, 2])
+@pytest.mark.parametrize("step_after", [False, True])
+def test_dcp_after_freezing_and_unfreezing(which, step_after, tmp_path):
+    problem = Network(samples=12)
+    model = Model(problem, torch.float64)
+    opt = StormPlus(model.parameters())
+    run(model, opt, problem.samples[:3])
+    model.weights[which].requires_grad_(False)
+    run(model, opt, problem.samples[3:5])
+    model.weights[which].requires_grad_(True)
+    if step_after:
+        run(model, opt, problem.samples[5:7])
+    resumed = Model(problem, torch.float64)
+    new_opt = StormPlus(resumed.parameters())
+    through_dcp(model, opt, resumed, new_opt, tmp_path)
+    for net, optimizer in ((model, opt), (resumed, new_opt)):
+        run(net, optimizer, problem.samples[7:])
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters()))
+
+
+def test_constants_and_bounds_come_along_or_are_refused():
+    problem = Network(samples=3)
+    params = problem.parameters()
+    opt = Storm(params, theta=0.5, max_move=0.01)
+    problem.run(opt, params)
+    with pytest.raises(ValueError, match=r"saved with theta=0.5, Storm has theta=0.1"):
+        Storm(problem.parameters()).load_state_dict(opt.state_dict())
+    twin = Storm(problem.parameters(), theta=0.5)
+    twin.load_state_dict(opt.state_dict())
+    assert twin.param_groups[0]["max_move"] == 0.01
+
+
+def test_state_of_another_model_is_refused():
+    problem = Network(samples=3)
+    params = problem.parameters()
+    opt = StormPlus(params)
+    problem.run(opt, params)
+    other = StormPlus([nn.Parameter(torch.ones(p.numel())) for p in params])
+    with pytest.raises(ValueError, match=r"has the shape \(5, 4\), the parameter \(20,\)"):
+        other.load_state_dict(opt.state_dict())
+
+
 def trained(cls=StormPlus, **options):
     problem = Network(samples=3)
     params = problem.parameters()

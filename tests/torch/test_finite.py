@@ -121,6 +121,43 @@ def test_sums_that_would_overflow_are_refused():
 
 
 @pytest.mark.parametrize("path", PATHS)
+def test_estimate_taken_back_never_leaves_an_inf(path):
+    # d + g overflows though both are finite: d is given up there, and the pair completes
+    p = nn.Parameter(torch.zeros(2))
+    opt = StormPlus([p], lr=0.0, **PATHS[path])
+    p.grad = torch.tensor([3e38, 1.0])
+    opt.estimate()
+    p.grad = torch.tensor([-3e38, float("inf")])
+    with pytest.raises(FloatingPointError, match="nothing has moved"):
+        opt.move()
+    p.grad = torch.zeros(2)
+    opt.move()
+    p.grad = torch.tensor([3e38, float("inf")])
+    with pytest.raises(FloatingPointError, match="pending"):
+        opt.estimate()
+    p.grad = torch.ones(2)
+    opt.estimate()
+    assert torch.isfinite(opt.state[p]["estimator"]).all()
+    assert opt.diagnostics()["step"] == 2
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_without_the_check_d_takes_what_comes_until_a_restart(path):
+    p = nn.Parameter(torch.ones(3))
+    opt = StormPlus([p], check_finite=False, **PATHS[path])
+    for value in (1.0, float("inf")):
+        for half in (opt.move, opt.estimate) if opt.started else (opt.estimate,):
+            p.grad = torch.tensor([1.0, value if half == opt.estimate else 1.0, 1.0])
+            half()
+    assert not torch.isfinite(opt.state[p]["estimator"][1])
+    assert torch.isfinite(p).all()  # the move did not depend on this sample
+    opt.restart()
+    p.grad = torch.ones(3)
+    opt.estimate()
+    assert torch.isfinite(opt.state[p]["estimator"]).all()
+
+
+@pytest.mark.parametrize("path", PATHS)
 def test_without_the_check_the_sums_still_never_see_an_inf(path):
     p = nn.Parameter(torch.ones(3))
     opt = StormPlus([p], check_finite=False, **PATHS[path])
@@ -138,16 +175,26 @@ def test_without_the_check_the_sums_still_never_see_an_inf(path):
     assert opt.diagnostics()["sum_g_sq"] == pytest.approx(before["sum_g_sq"] + 3)
 
 
-@pytest.mark.parametrize("options", [{}, {"scope": "tensor"}, {"norm": "mean"}, {"foreach": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scope": "tensor"},
+        {"norm": "mean"},
+        {"foreach": True},
+        {"fused": True},
+        {"replay_rng": False},
+        {"lr": "tensor"},
+    ],
+)
 @pytest.mark.parametrize("cls", [StormPlus, SimplifiedStormPlus, Storm])
 def test_no_host_synchronisation_without_the_check(cls, options):
     # A fake tensor has no value: whatever would wait for one raises.
     with FakeTensorMode():
         model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-        opt = cls(
-            model.parameters(), check_finite=False, replay_rng=False, max_move=1.0,
-            weight_decay=0.1, **options,
-        )  # fmt: skip
+        if "lr" in options:
+            options = {"lr": torch.tensor(0.1)}
+        opt = cls(model.parameters(), check_finite=False, max_move=1.0, weight_decay=0.1, **options)
         x = torch.randn(16, 4)
 
         def closure():

@@ -53,6 +53,23 @@ def test_buffers_come_along():
     assert all(torch.equal(v, kept[k]) for k, v in model.state_dict().items())
 
 
+def test_module_that_replaces_its_buffer_or_changes_dtype():
+    class Level(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(1))
+            self.register_buffer("level", torch.zeros(1))
+
+    model = Level()
+    iterate = UniformIterate(model)
+    model.double()
+    model.level = model.level + 1 / 3
+    assert iterate.update()
+    model.level = torch.zeros(1).double()
+    iterate.copy_to()
+    assert float(model.level) == 1 / 3
+
+
 def test_resumed_choice_is_the_same(tmp_path):
     p = torch.zeros(3)
     whole, half = UniformIterate([p], seed=1), UniformIterate([p], seed=1)

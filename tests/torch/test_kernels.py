@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from stormplus import StormPlus
 from stormplus.torch import fused
+from stormplus.torch.work import gather
 
 PATHS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 SHAPES = [(512, 512, 3, 3), (700, 1000), (64,), (1,), (), (33, 7), (0,)]
@@ -82,6 +84,49 @@ def _tensors(args):
             yield a
         elif isinstance(a, (list, tuple)):
             yield from _tensors(a)
+
+
+def test_fused_joins_small_tensors_in_bounded_portions():
+    params = [nn.Parameter(torch.randn(30_000)) for _ in range(40)]
+    opt = StormPlus(params, fused=True)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.estimate()
+    batches = gather(opt.param_groups, opt.state, opt._home, opt._options).known.values()
+    sizes = [flat.tensors[0].numel() for batch in batches for flat in fused._flat(batch)]
+    assert sum(sizes) == 40 * 30_000
+    assert max(sizes) <= fused.SMALL
+
+
+def test_fused_takes_channels_last_as_it_is():
+    p = nn.Parameter(torch.randn(64, 64, 5, 5).to(memory_format=torch.channels_last))
+    twin = nn.Parameter(p.detach().clone())
+    runs = []
+    for q, options in ((p, {"fused": True}), (twin, {})):
+        opt = StormPlus([q], lr=0.1, **options)
+        for _ in range(3):
+            for half in (opt.move, opt.estimate) if opt.started else (opt.estimate,):
+                q.grad = torch.sin(q.detach())
+                half()
+        runs.append(q)
+        batch = next(
+            iter(gather(opt.param_groups, opt.state, opt._home, opt._options).known.values())
+        )
+        assert len(list(fused._flat(batch))) == 1  # nothing is left for the plain path
+    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+
+
+def test_fused_gives_way_to_a_dispatch_mode_and_comes_back():
+    p = nn.Parameter(torch.randn(100_000))
+    opt = StormPlus([p], fused=True)
+    p.grad = torch.ones_like(p)
+    opt.estimate()
+    with FlopCounterMode(display=False):
+        opt.move()
+        opt.estimate()
+    opt.move()
+    opt.estimate()
+    assert opt.diagnostics()["step"] == 3
 
 
 @pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"check_finite": False}])

@@ -6,7 +6,7 @@ import torch
 from problems_for_tests import Network
 from torch import nn
 
-from stormplus import StormPlus
+from stormplus import SimplifiedStormPlus, StormPlus
 
 PATHS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
@@ -57,6 +57,66 @@ def test_missing_gradient_is_a_zero_gradient_and_the_parameter_still_moves():
     step(False)
     np.testing.assert_allclose(q.detach(), before - numbers["step_size"] * d, rtol=1e-15)
     np.testing.assert_allclose(opt.state[q]["estimator"], (1 - numbers["gain"]) * d, rtol=1e-15)
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_missing_gradient_still_has_its_weight_decay(path):
+    # L2 is part of the objective: with no gradient of the loss, g = weight_decay x.
+    p, q = (nn.Parameter(torch.tensor([1.0, 2.0], dtype=torch.float64)) for _ in range(2))
+    opt = StormPlus([p, q], lr=0.0, weight_decay=0.5, **PATHS[path])
+    step = stepper(opt, lambda use_q: (p**2).sum() + ((q**2).sum() if use_q else 0))
+    step(True)
+    d, a = opt.state[q]["estimator"].clone(), opt.diagnostics()["gain"]
+    step(False)
+    decay = 0.5 * q.detach()
+    torch.testing.assert_close(opt.state[q]["estimator"], decay + (1 - a) * (d - decay))
+
+
+def test_bucket_without_a_gradient_waits():
+    p, q = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    opt = SimplifiedStormPlus([p, q], scope="tensor")
+    step = stepper(opt, lambda use_q: (p**2).sum() + ((q**2).sum() if use_q else 0))
+    for use_q in (False, False, False, True):
+        step(use_q)
+    assert opt.state[p]["step"].tolist() == [4.0, 1.0]
+    assert opt.state[p]["gain"].tolist() == pytest.approx([4 ** (-2 / 3), 1.0])
+    numbers = opt.diagnostics()
+    q.grad = None
+    assert numbers["step_size_min"] > 0
+
+
+def test_mean_norm_counts_parameters_without_a_gradient_too():
+    p, q = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(2))
+    opt = StormPlus([p, q], norm="mean")
+    stepper(opt, lambda: (p**2).sum())()
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(8 / 4)
+
+
+def test_zeros_left_over_from_before_freezing_do_not_join():
+    runs = []
+    for set_to_none in (True, False):
+        p, q = (nn.Parameter(torch.full((2,), 2.0, dtype=torch.float64)) for _ in range(2))
+        opt = StormPlus([p, q])
+
+        def step(use_q, set_to_none=set_to_none, p=p, q=q, opt=opt):
+            def closure():
+                opt.zero_grad(set_to_none=set_to_none)
+                loss = 50 * (p**2).sum() + ((q**2).sum() if use_q else 0)
+                loss.backward()
+                return loss
+
+            opt.step(closure)
+
+        for use_q in (True, True):
+            step(use_q)
+        q.requires_grad_(False)
+        step(False)
+        q.requires_grad_(True)
+        step(False)
+        step(True)
+        runs.append(opt.state[q]["estimator"].clone())
+        assert torch.equal(runs[-1], q.grad)  # whole, not a thousandth
+    assert torch.equal(*runs)
 
 
 def test_parameter_that_joins_takes_its_gradient_whole():
@@ -204,6 +264,10 @@ def test_complex_parameters_are_pairs_of_reals(path):
         step()
         other()
     torch.testing.assert_close(torch.view_as_real(z), xy, rtol=1e-12, atol=0)
+    means = [StormPlus([t], norm="mean") for t in (z, xy)]
+    for opt in means:
+        opt.estimate()
+    assert means[0].diagnostics()["sum_g_sq"] == pytest.approx(means[1].diagnostics()["sum_g_sq"])
 
 
 def test_sparse_gradients_are_refused_before_anything_has_moved():
@@ -241,3 +305,13 @@ def test_module_moved_to_another_dtype_after_construction():
     for _ in range(3):
         step()
     assert opt.state[model.weight]["estimator"].dtype == torch.float64
+    d = opt.state[model.weight]["estimator"].clone()
+    model.float()
+    opt.zero_grad()
+    model(x.float()).square().mean().backward()
+    opt.move()  # with what it knew, in the new precision
+    keep = 1 - opt.diagnostics()["gain"]
+    expected = keep * (d - model.weight.grad.double())
+    torch.testing.assert_close(
+        opt.state[model.weight]["estimator"].double(), expected, rtol=1e-5, atol=1e-6
+    )

@@ -1,12 +1,14 @@
 """Both evaluations of a step see the same random numbers."""
 
+import copy
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from stormplus import StormPlus, minimize, verify_closure
+from stormplus import StormPlus, minimize, same_sample, verify_closure
 
 X = torch.randn(16, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 Y = torch.randn(16, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -110,6 +112,75 @@ def test_generators_of_the_users_own():
     assert opt.diagnostics()["sum_g_sq"] == pytest.approx(expected)
 
 
+def test_naming_no_generator_is_the_default():
+    drawn = recording_step(replay_rng=[])
+    assert torch.equal(drawn[1], drawn[2])
+
+
+def test_copy_replays_the_users_generator():
+    generator = torch.Generator().manual_seed(5)
+    p, opt, _ = noisy(generator, replay_rng=[generator])
+    assert copy.deepcopy(opt)._options.generators == (generator,)
+    assert p is opt.param_groups[0]["params"][0]
+
+
+# -- a pair left pending ----------------------------------------------------------------------
+
+
+class Dropper:
+    """Counts and records the random numbers of each evaluation; fails when told to."""
+
+    def __init__(self):
+        self.p = nn.Parameter(torch.ones(2))
+        self.opt = StormPlus([self.p])
+        self.drawn, self.fail_at = [], None
+
+    def __call__(self):
+        self.opt.zero_grad()
+        self.drawn.append(torch.rand(1).item())
+        if len(self.drawn) == self.fail_at:
+            raise ZeroDivisionError
+        loss = (self.p * self.p).sum()
+        loss.backward()
+        return loss
+
+
+def lost_pair():
+    torch.manual_seed(0)
+    run = Dropper()
+    run.opt.step(run)
+    run.fail_at = 3
+    with pytest.raises(ZeroDivisionError):
+        run.opt.step(run)
+    assert run.opt.pending
+    return run
+
+
+@pytest.mark.parametrize("saved", [False, True])
+def test_pending_pair_of_a_step_is_completed_with_its_own_random_numbers(saved):
+    run = lost_pair()
+    if saved:  # through a checkpoint, in a process whose streams stand elsewhere
+        state, new = run.opt.state_dict(), Dropper()
+        new.opt.load_state_dict(state)
+        new.drawn, run = list(run.drawn), new
+        torch.manual_seed(99)
+    torch.rand(7)
+    with same_sample(run.opt):
+        run()
+        run.opt.estimate()
+    assert run.drawn[3] == run.drawn[1]
+
+
+def test_step_that_gives_a_pair_up_does_not_rewind_the_stream():
+    run = lost_pair()
+    before = torch.get_rng_state()
+    fresh = torch.rand(1).item()
+    torch.set_rng_state(before)
+    with same_sample(run.opt):
+        run.opt.step(run)  # restarts
+    assert run.drawn[3] == fresh
+
+
 # -- verify_closure ----------------------------------------------------------------------------
 
 
@@ -190,6 +261,36 @@ def test_verify_finds_a_missing_backward():
     opt = StormPlus([p])
     with pytest.raises(RuntimeError, match="left no gradient"):
         verify_closure(opt, lambda: (p * p).sum())
+
+
+def test_verify_is_not_fooled_by_half_precision():
+    # the norm of 1000 elements of 1e4 is not an fp16 number
+    p, calls = nn.Parameter(torch.ones(1000, dtype=torch.float16)), []
+    opt = StormPlus([p])
+
+    def closure():
+        opt.zero_grad()
+        calls.append(None)
+        loss = (1e4 * len(calls) * p).sum(dtype=torch.float32)
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="gradients that differ"):
+        verify_closure(opt, closure)
+
+
+def test_verify_names_a_gradient_that_is_not_finite():
+    p = nn.Parameter(torch.zeros(2))
+    opt = StormPlus([("p", p)])
+
+    def closure():
+        opt.zero_grad()
+        loss = p.sqrt().sum()
+        loss.backward()
+        return loss
+
+    with pytest.raises(RuntimeError, match="'p'\\) is not finite at the present point"):
+        verify_closure(opt, closure)
 
 
 def test_verify_finds_a_parameter_used_only_once():

@@ -132,7 +132,20 @@ def test_a_failure_inside_leaves_the_optimizer_clean():
     opt = StormPlus(model.parameters())
     with pytest.raises(ZeroDivisionError), same_sample(opt, model):
         raise ZeroDivisionError
-    assert opt._between == []
+    assert opt._samples == []
+
+
+def test_first_evaluation_that_fails_leaves_the_statistics_alone():
+    model = network()
+    opt = train(model, "closure", X[:3])
+
+    def fails():
+        backward(model, opt, X[3])
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        opt.step(same_sample(opt, model)(fails))
+    assert model[1].num_batches_tracked == 3
 
 
 def test_no_model_means_random_numbers_only():

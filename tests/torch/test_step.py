@@ -4,12 +4,19 @@ import copy
 import pickle
 import warnings
 
+import numpy as np
 import pytest
 import torch
 from problems_for_tests import Network
 from torch import nn
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus
+from stormplus.torch.kernels import Plain
+from stormplus.torch.optimizer import StormOptimizer
 
 CLASSES = [StormPlus, SimplifiedStormPlus, Storm]
 
@@ -260,7 +267,12 @@ P = [nn.Parameter(torch.ones(2))]
         ({"scope": "layer"}, ValueError, "scope must be one of global, group, tensor, got 'layer'"),
         ({"foreach": True, "fused": True}, ValueError, "ask for one of them"),
         ({"max_move": 0.0}, ValueError, "max_move must be a positive number or None"),
-        ({"replay_rng": [3]}, TypeError, "list of torch.Generator, got an item 3"),
+        ({"replay_rng": [3]}, TypeError, "list of torch.Generator, got 3"),
+        ({"replay_rng": None}, TypeError, "list of torch.Generator, got None"),
+        ({"max_move": "1"}, ValueError, "max_move must be a positive number or None"),
+        ({"weight_decay": torch.ones(())}, ValueError, "weight_decay must be a finite number"),
+        ({"params": [torch.ones(3, 1).expand(3, 4)]}, ValueError, "an expanded view"),
+        ({"params": [torch.ones(2, dtype=torch.cfloat).conj()]}, ValueError, "clone"),
         ({"params": []}, ValueError, "empty parameter list"),
         ({"params": [{"params": []}]}, ValueError, "no parameter in them"),
         ({"params": [{"params": P, "lr": -2.0}]}, ValueError, "got -2.0"),
@@ -271,6 +283,92 @@ P = [nn.Parameter(torch.ones(2))]
 def test_bad_arguments(options, error, message):
     with pytest.raises(error, match=message):
         StormPlus(**{"params": P} | options)
+
+
+def test_refused_group_leaves_no_trace():
+    problem, params, opt = made()
+    problem.run(opt, params, problem.samples[:2])
+    with pytest.raises(ValueError, match="got -1"):
+        opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0})
+    assert len(opt.param_groups) == 1
+    problem.run(opt, params, problem.samples[2:])
+    assert opt.diagnostics()["step"] == 10
+
+
+def test_numpy_numbers_are_numbers():
+    assert StormPlus(P, lr=np.float32(0.1)).param_groups[0]["lr"] == np.float32(0.1)
+
+
+def test_closure_without_backward_is_refused():
+    problem, params, opt = made()
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        opt.step(lambda: problem.loss(params, problem.samples[0]))
+    assert not opt.started
+
+
+def test_global_hooks_fire_for_the_halves_too():
+    problem, params, opt = made(samples=3)
+    fired = []
+    handles = [
+        register_optimizer_step_pre_hook(lambda *_: fired.append("pre")),
+        register_optimizer_step_post_hook(lambda *_: fired.append("post")),
+    ]
+    try:
+        for xi in problem.samples:
+            if opt.started:
+                backward(problem, opt, params, xi)
+                opt.move()
+            backward(problem, opt, params, xi)
+            opt.estimate()
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert fired == ["pre", "post"] * 3
+
+
+@pytest.mark.parametrize("half", ["move", "estimate"])
+def test_interrupted_pass_leaves_an_optimizer_that_starts_anew(half, monkeypatch):
+    # Ctrl-C between two batches of a pass: d is half of one thing and half of another.
+    problem, params, opt = made()
+    opt = StormPlus([{"params": params[:1]}, {"params": params[1:]}])
+    problem.run(opt, params, problem.samples[:3])
+    real, calls = getattr(Plain, half), []
+
+    def interrupted(self, *args, **options):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Plain, half, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(problem.closure(opt, params, problem.samples[3]))
+    assert not opt.started
+    monkeypatch.undo()
+    evaluations = []
+    opt.step(problem.closure(opt, params, problem.samples[4], evaluations))
+    assert len(evaluations) == 1
+    assert all(torch.equal(opt.state[p]["estimator"], p.grad) for p in params)
+
+
+def test_a_rule_of_ones_own():
+    class Constant:
+        def __call__(self, sums, g_sq, d_sq, t):
+            return sums, 0.5 + 0 * g_sq, 0.1 + 0 * g_sq
+
+    class Mine(StormOptimizer):
+        rule = Constant()
+
+    p = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    opt = Mine([p])
+    for g in (1.0, 2.0):
+        for half in (opt.move, opt.estimate) if opt.started else (opt.estimate,):
+            p.grad = torch.full((2,), g, dtype=torch.float64)
+            half()
+    # x = 1 - 0.1*1;  d = 2 + 0.5*(1 - 2)
+    assert p.tolist() == pytest.approx([0.9, 0.9])
+    assert opt.state[p]["estimator"].tolist() == [1.5, 1.5]
+    assert opt.state_dict()["state"][0]["rule"] == 3
 
 
 @pytest.mark.parametrize("name", ["theta", "w", "c", "smoothness"])

@@ -7,16 +7,16 @@ schedule or another parameter group never compiles anything again.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from stormplus.torch.kernels import Batch, Plain, Squares
-from stormplus.torch.norms import accumulator_dtype
+from stormplus.torch.norms import accumulator_dtype, flat_views
 
 # Calling a kernel costs as much as running it on this many elements; smaller tensors are
 # joined first.
@@ -24,7 +24,7 @@ SMALL = 1 << 15
 
 
 def _move(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> None:
-    alpha, keep, sign, l2, decoupled = numbers.to(d.dtype).unbind()
+    alpha, keep, sign, l2, decoupled, _ = numbers.to(d.dtype).unbind()
     wide = x.to(d.dtype)
     g_tilde = sign * g.to(d.dtype) + l2 * wide
     x_new = wide - alpha * (d + decoupled * wide)  # Alg. 1, line 4
@@ -33,16 +33,16 @@ def _move(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> None:
 
 
 def _estimate(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    _, _, sign, l2, _ = numbers.to(d.dtype).unbind()
+    _, _, sign, l2, _, guard = numbers.to(d.dtype).unbind()
     g = sign * g.to(d.dtype) + l2 * x.to(d.dtype)
-    d_new = d + torch.where(torch.isfinite(g), g, 0)  # Alg. 1, line 6
+    d_new = d + torch.where(torch.isfinite(g) | (guard == 0), g, 0)  # Alg. 1, line 6
     d.copy_(d_new)
     wide_g, wide_d = (t.to(accumulator_dtype(t.device)) for t in (g, d_new))
     return (wide_g * wide_g).sum(), (wide_d * wide_d).sum()
 
 
 def _square(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> Tensor:
-    _, _, sign, l2, _ = numbers.to(d.dtype).unbind()
+    _, _, sign, l2, _, _ = numbers.to(d.dtype).unbind()
     wide = (sign * g.to(d.dtype) + l2 * x.to(d.dtype)).to(accumulator_dtype(g.device))
     return (wide * wide).sum()
 
@@ -67,82 +67,98 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Fused:
-    """One kernel call for each large tensor, one for all the small ones together.
+    """One kernel call for each large tensor, one for many small ones together.
 
-    The rare cases (a missing gradient, strides that differ, the very first estimate) take
-    the plain path.
+    What the kernels cannot take goes the plain way: a missing gradient, strides that
+    differ, the very first estimate, and everything while a dispatch mode of the user's
+    (a FLOP counter, fake tensors) looks on.
     """
 
     def __init__(self) -> None:
         self._plain = Plain()
 
     def move(self, batch: Batch) -> None:
-        large, small, rest = _sorted(batch)
         numbers = _numbers(batch)
-        for x, d, g in large:
+        for flat in _flat(batch):
+            x, d, g = flat.tensors
             _compiled(_move)(x, d, g, numbers)
-        if small:
-            xs, ds, gs = zip(*small)
-            x, d, g = (torch.cat(part) for part in (xs, ds, gs))
-            _compiled(_move)(x, d, g, numbers)
-            _write_back(xs, x)
-            _write_back(ds, d)
-        self._plain.move(rest)
+            flat.write_back(x, d)
+        self._plain.move(_rest(batch))
         torch.autograd.graph.increment_version(batch.xs)  # .data has hidden the change
 
     def estimate(self, batch: Batch, *, first: bool, guard: bool) -> Squares:
         if first:
             return self._plain.estimate(batch, first=True, guard=guard)
-        large, small, rest = _sorted(batch)
-        numbers = _numbers(batch)
-        squares = [_compiled(_estimate)(x, d, g, numbers) for x, d, g in large]
-        if small:
-            xs, ds, gs = zip(*small)
-            x, d, g = (torch.cat(part) for part in (xs, ds, gs))
-            squares.append(_compiled(_estimate)(x, d, g, numbers))
-            _write_back(ds, d)
-        g_sq, d_sq = self._plain.estimate(rest, first=False, guard=True)
-        return g_sq + [g for g, _ in squares], d_sq + [d for _, d in squares]
+        numbers = _numbers(batch, guard=guard)
+        g_sq, d_sq = self._plain.estimate(_rest(batch), first=False, guard=guard)
+        for flat in _flat(batch):
+            x, d, g = flat.tensors
+            for squares, part in zip((g_sq, d_sq), _compiled(_estimate)(x, d, g, numbers)):
+                squares.append(part)
+            flat.write_back(None, d)
+        return g_sq, d_sq
 
     def squares(self, batch: Batch) -> list[Tensor]:
-        large, small, rest = _sorted(batch)
-        if small:
-            x, d, g = (torch.cat(part) for part in zip(*small))
-            large.append((x, d, g))
         numbers = _numbers(batch)
-        return [_compiled(_square)(*tensors, numbers) for tensors in large] + self._plain.squares(
-            rest
-        )
+        parts = [_compiled(_square)(*flat.tensors, numbers) for flat in _flat(batch)]
+        return parts + self._plain.squares(_rest(batch))
 
 
-Flat = tuple[Tensor, Tensor, Tensor]
+class _Flat(NamedTuple):
+    """One-dimensional x, d and g: a view of one tensor, or small tensors joined."""
+
+    tensors: tuple[Tensor, ...]
+    members: list[tuple[Tensor, ...]]  # the views that were joined; none if it is a view
+
+    def write_back(self, x: Tensor | None, d: Tensor) -> None:
+        for position, joined in enumerate((x, d)):
+            if joined is not None and self.members:
+                targets = [member[position] for member in self.members]
+                sizes = [t.numel() for t in targets]
+                torch._foreach_copy_(targets, list(torch.split(joined, sizes)))
 
 
-def _sorted(batch: Batch) -> tuple[list[Flat], list[Flat], Batch]:
-    """Flat views of large and of small tensors, and a batch of what has no flat view."""
-    large: list[Flat] = []
-    small: list[Flat] = []
-    rest = replace(batch, xs=[], ds=[], gs=[])
-    if not batch.has_grad:
-        return large, small, batch
-    for tensors in zip(batch.xs, batch.ds, batch.gs):
-        if tensors[0].numel() == 0:  # a shard that is empty here; the compiler would start anew
+def _views(batch: Batch, i: int) -> tuple[Tensor, ...] | None:
+    """Flat views of the i-th x, d and g, or None if the kernels cannot take them."""
+    if not batch.has_grad or torch._C._len_torch_dispatch_stack():
+        return None
+    return flat_views(batch.xs[i], batch.ds[i], batch.gs[i])
+
+
+def _rest(batch: Batch) -> Batch:
+    left = [i for i in range(len(batch.xs)) if _views(batch, i) is None]
+    gs = [batch.gs[i] for i in left] if batch.has_grad else []
+    return replace(batch, xs=[batch.xs[i] for i in left], ds=[batch.ds[i] for i in left], gs=gs)
+
+
+def _flat(batch: Batch) -> Iterator[_Flat]:
+    limit = max(SMALL, max(x.numel() for x in batch.xs) // 4)
+    small: list[tuple[Tensor, ...]] = []
+    size = 0
+    for i, x in enumerate(batch.xs):
+        views = _views(batch, i)
+        if views is None or x.numel() == 0:
             continue
-        if all(t.is_contiguous() for t in tensors):
-            # Without .data the compiler would look through the view at the tensor's shape,
-            # and compile a kernel for each.
-            x, d, g = (t.view(-1).data for t in tensors)
-            (large if x.numel() > SMALL else small).append((x, d, g))
-        else:
-            for part, t in zip((rest.xs, rest.ds, rest.gs), tensors):
-                part.append(t)
-    return large, small, rest
+        # Without .data the compiler would look through the view at the tensor's shape, and
+        # compile a kernel for each.
+        views = tuple(t.data for t in views)
+        if x.numel() > SMALL:
+            yield _Flat(views, [])
+            continue
+        if small and size + x.numel() > limit:
+            yield _joined(small)
+            small, size = [], 0
+        small.append(views)
+        size += x.numel()
+    if small:
+        yield _joined(small)
 
 
-def _numbers(batch: Batch) -> Tensor:
-    constants = batch.alpha.new_tensor([batch.sign, batch.l2, batch.decoupled])
-    return torch.cat([batch.alpha.view(1), batch.keep.view(1), constants])
+def _joined(small: list[tuple[Tensor, ...]]) -> _Flat:
+    return _Flat(tuple(torch.cat(part) for part in zip(*small)), small)
 
 
-def _write_back(targets: tuple[Tensor, ...], joined: Tensor) -> None:
-    torch._foreach_copy_(list(targets), list(torch.split(joined, [t.numel() for t in targets])))
+def _numbers(batch: Batch, *, guard: bool = True) -> Tensor:
+    constants = (batch.sign, batch.l2, batch.decoupled, float(guard))
+    filled = [batch.alpha.new_full((), value) for value in constants]  # without a copy from here
+    return torch.stack([batch.alpha, batch.keep, *filled])

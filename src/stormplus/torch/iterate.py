@@ -23,13 +23,18 @@ class UniformIterate:
     """
 
     def __init__(self, module_or_params: nn.Module | Iterable[Tensor], seed: int = 0) -> None:
-        self._live = list(_tensors(module_or_params))
-        if not self._live:
+        # A module is asked each time: it may put new tensors in place of its buffers.
+        self._source: nn.Module | list[Tensor]
+        if isinstance(module_or_params, nn.Module):
+            self._source = module_or_params
+        else:
+            self._source = list(module_or_params)
+        if not list(_tensors(self._source)):
             raise ValueError("UniformIterate got no parameters")
         self.seed = int(seed)
         self.count = 0
         self.chosen = 0  # which iterate is kept, from 1
-        self._kept = [t.detach().clone() for t in self._live]
+        self._kept = [t.detach().clone() for t in _tensors(self._source)]
         self._generator = torch.Generator().manual_seed(self.seed)
 
     @torch.no_grad()
@@ -40,8 +45,7 @@ class UniformIterate:
         kept = int(torch.randint(self.count, (1,), generator=self._generator)) == 0
         if kept:
             self.chosen = self.count
-            for mine, theirs in zip(self._kept, self._live):
-                mine.copy_(theirs)
+            self._kept = [t.detach().clone() for t in _tensors(self._source)]
         return kept
 
     @torch.no_grad()
@@ -49,7 +53,7 @@ class UniformIterate:
         """Write the kept point into `target`, by default where it was taken from."""
         if self.count == 0:
             raise RuntimeError("no iterate yet: call update() after every step")
-        targets = self._live if target is None else list(_tensors(target))
+        targets = list(_tensors(self._source if target is None else target))
         if [t.shape for t in targets] != [t.shape for t in self._kept]:
             raise ValueError("the target's parameters and buffers differ in number or shape")
         for theirs, mine in zip(targets, self._kept):

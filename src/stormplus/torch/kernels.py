@@ -9,6 +9,7 @@ operations, `Fused` (in fused.py) is one compiled kernel with dynamic shapes.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -57,6 +58,7 @@ class Batch:
         wide = self.ds[0].dtype
         if g is not None:
             g = (-g if self.sign < 0 else g).to(wide)
+        # Beyond the paper: L2 regularisation is part of the objective, and so of its gradient.
         if self.l2:
             g = x.to(wide) * self.l2 if g is None else torch.add(g, x, alpha=self.l2)
         return g
@@ -86,12 +88,23 @@ def finite_part(g: Tensor) -> Tensor:
     return torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
 
 
+def guarded(g: Tensor, g_sq: Tensor) -> Tensor:
+    """The finite part of g, whose squared norm is known."""
+    if g.device.type == "cpu" and math.isfinite(g_sq.item()):  # reading it costs nothing here
+        return g
+    return finite_part(g)
+
+
 def undo_estimate(batch: Batch) -> None:
-    """Take a guarded estimate back, to one rounding of d + g."""
+    """Take a guarded estimate back, to one rounding of d + g.
+
+    Where g is so large that d was lost beside it, d comes back as zero: the same sample's
+    gradient, when it is evaluated again, hides d in the same way.
+    """
     for x, d, g_raw in batch.pieces(BLOCK):
         g = batch.gradient(x, g_raw)
         if g is not None:
-            d.sub_(finite_part(g))
+            d.copy_(finite_part(d - finite_part(g)))
 
 
 class Plain:
@@ -100,6 +113,7 @@ class Plain:
     def move(self, batch: Batch) -> None:
         for x, d, g_raw in batch.pieces(BLOCK):
             g_tilde = batch.gradient(x, g_raw)  # before x moves
+            # Beyond the paper: weight decay beside the objective, if asked for.
             step = torch.add(d, x, alpha=batch.decoupled) if batch.decoupled else d
             if x.dtype == step.dtype:
                 x.addcmul_(step, batch.alpha, value=-1)  # Alg. 1, line 4
@@ -114,12 +128,12 @@ class Plain:
         d_sq: list[Tensor] = []
         for x, d, g_raw in batch.pieces(BLOCK):
             g = batch.gradient(x, g_raw)
+            if g is not None:
+                g_sq.append(square_norm(g))
             if first:
                 d.zero_() if g is None else d.copy_(g)  # Alg. 1, line 1
             elif g is not None:
-                d.add_(finite_part(g) if guard else g)  # Alg. 1, line 6
-            if g is not None:
-                g_sq.append(square_norm(g))
+                d.add_(guarded(g, g_sq[-1]) if guard else g)  # Alg. 1, line 6
             d_sq.append(square_norm(d))
         return g_sq, d_sq
 
@@ -193,5 +207,7 @@ class Foreach:
     def _square_norms(tensors: list[Tensor]) -> list[Tensor]:
         if not tensors:
             return []
+        if tensors[0].device.type == "cpu":
+            return [square_norm(t) for t in tensors]
         dtype = accumulator_dtype(tensors[0].device)
         return list(torch._foreach_pow(torch._foreach_norm(tensors, 2, dtype=dtype), 2))

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.optim import Optimizer
 
 from stormplus.rules import Rule
 from stormplus.torch import state as states
 from stormplus.torch.options import Options, check_group
-from stormplus.torch.same_sample import RandomStreams
+from stormplus.torch.same_sample import RandomStreams, same_sample
 from stormplus.torch.sharding import check_whole
 
 START, READY, PENDING = 0, 1, 2
@@ -25,7 +26,7 @@ class RememberingOptimizer(Optimizer):
 
     def __init__(self, params: Any, options: Options, defaults: dict[str, Any]) -> None:
         self._options = options
-        self._between: list[Callable[[], None]] = []  # called between the two evaluations
+        self._samples: list[same_sample] = []  # contexts around the present sample
         super().__init__(params, defaults)
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("the optimizer got parameter groups with no parameter in them")
@@ -37,14 +38,15 @@ class RememberingOptimizer(Optimizer):
         Of a trainable one, for torch's distributed checkpoint leaves out what belongs to
         frozen parameters; so the numbers move on when theirs is frozen.
         """
-        keeper = self.__dict__.get("_keeper")
-        if keeper is None or not keeper.requires_grad:
-            params = list(chain.from_iterable(group["params"] for group in self.param_groups))
-            keeper = next((p for p in params if p.requires_grad), params[0])
-            states.move_header([self.state[p] for p in params], self.state[keeper])
+        keeper = next((p for p in self._params() if p.requires_grad), next(self._params()))
+        if keeper is not self.__dict__.get("_keeper"):
+            states.move_header([self.state[p] for p in self._params()], self.state[keeper])
             self._keeper = keeper
         home: dict[str, Any] = self.state[keeper]
         return home
+
+    def _params(self) -> Iterator[Tensor]:
+        return chain.from_iterable(group["params"] for group in self.param_groups)
 
     def _advance(self, phase: int) -> None:
         self._home["phase"] = phase
@@ -73,8 +75,12 @@ class RememberingOptimizer(Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each takes d = g at its first gradient."""
         super().add_param_group(param_group)
-        check_group(self.param_groups[-1])
-        check_whole(self.param_groups[-1]["params"])
+        try:
+            check_group(self.param_groups[-1])
+            check_whole(self.param_groups[-1]["params"])
+        except Exception:
+            self.param_groups.pop()  # a refused group leaves no trace
+            raise
         for p in self.param_groups[-1]["params"]:
             self.state[p] = {"joined": 0}
             if p.requires_grad:
@@ -94,12 +100,17 @@ class RememberingOptimizer(Optimizer):
             known = len(home["step"])
             fresh = {name: torch.cat([home[name], new[known:]]) for name, new in fresh.items()}
         header = states.new_header(self.rule, self._options)
-        header["rng"] = self._random_streams().pack()  # where a pending sample's streams began
+        # Where the random streams of a pending sample began. The distributed checkpoint loads
+        # only what is there already, so there is room for it from the start.
+        header["rng"] = torch.zeros(self._random_streams().size, dtype=torch.uint8)
         home |= header | home | fresh
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a run needs to go on bit by bit."""
-        _ = self._home  # a parameter may have been frozen since
+        _ = self._home  # parameters may have been frozen or unfrozen since
+        for p in self._params():
+            if p.requires_grad:  # what a fresh optimizer has, so that each fits the other
+                states.settle_estimator(p, self.state[p])
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -108,24 +119,29 @@ class RememberingOptimizer(Optimizer):
 
         def look(_: Optimizer, loaded: dict[str, Any]) -> None:
             states.check_loadable(loaded, self._home, type(self).__name__)
+            states.check_shapes(loaded, self.param_groups)
             saved.update(loaded)
 
-        handle = self.register_load_state_dict_pre_hook(look)  # runs after the user's own
+        def put_back(_: Optimizer) -> None:
+            # torch has cast every tensor to its parameter's dtype; the saved ones go back.
+            vars(self).pop("_keeper", None)
+            for i, p in zip(states.ids(saved), self._params()):
+                self.state[p] = states.restored(saved["state"].get(i, {"joined": 0}), p)
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(look),  # after the user's own
+            self.register_load_state_dict_post_hook(put_back, prepend=True),  # before them
+        )
         try:
             super().load_state_dict(state_dict)
         finally:
-            handle.remove()
-        # torch has cast every tensor to its parameter's dtype; the saved ones go back.
-        ids = chain.from_iterable(group["params"] for group in saved["param_groups"])
-        params = chain.from_iterable(group["params"] for group in self.param_groups)
-        self._keeper = None
-        for i, p in zip(ids, params):
-            self.state[p] = states.restored(saved["state"].get(i, {"joined": 0}), p)
+            for hook in hooks:
+                hook.remove()
 
     def _random_streams(self) -> RandomStreams:
-        devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
+        devices = dict.fromkeys(p.device for p in self._params())
         return RandomStreams(devices, self._options.generators)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = ("rule", "_options", "_between")
-        return super().__getstate__() | {name: getattr(self, name) for name in own}
+        own = {"rule": self.rule, "_options": self._options, "_samples": []}
+        return super().__getstate__() | own

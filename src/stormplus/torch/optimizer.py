@@ -25,7 +25,7 @@ from stormplus.torch.kernels import undo_estimate
 from stormplus.torch.memory import PENDING, READY, START, RememberingOptimizer
 from stormplus.torch.norms import Part, collect
 from stormplus.torch.options import Options, closure_needed
-from stormplus.torch.work import Work, blame, gather
+from stormplus.torch.work import JOINED, Work, blame, gather
 
 _RETRY = {  # by whether the parameters are where they were
     True: "nothing has moved: go on with another sample",
@@ -59,7 +59,8 @@ class StormOptimizer(RememberingOptimizer):
             list of `torch.Generator` names streams to replay beside torch's own.
         check_finite: Raise `FloatingPointError` on a gradient that is not finite, before
             harm is done. False saves one read of the gradient and every wait for the device.
-        max_move: Beyond the paper: a bound on lr eta_t |d_t|, the length of a move.
+        max_move: Beyond the paper: a bound on lr eta_t |d_t|, with |d_t| over the parameters
+            that share the sums. Decoupled weight decay comes on top. Per group.
     """
 
     def __init__(
@@ -78,12 +79,13 @@ class StormOptimizer(RememberingOptimizer):
         check_finite: bool = True,
         max_move: float | None = None,
     ) -> None:
-        options = Options(norm, scope, replay_rng, check_finite, max_move)
+        options = Options(norm, scope, replay_rng, check_finite)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
+            "max_move": max_move,
             "foreach": foreach,
             "fused": fused,
         }
@@ -107,14 +109,19 @@ class StormOptimizer(RememberingOptimizer):
             self.restart()
         if not self.started:
             loss = evaluate()
-        else:
-            streams = self._random_streams() if self._options.replay_rng else None
-            loss = evaluate()
-            self._move()
-            if streams is not None:
-                streams.rewind()
+            self._estimate()
+            return loss
+        streams = self._random_streams()
+        loss = evaluate()
+        self._move()
+        if self._options.replay:
+            streams.rewind()
+        try:
             evaluate()
-        self._estimate()
+            self._estimate()
+        except BaseException:
+            self._home["rng"] = streams.pack()  # for `same_sample`, should it be completed
+            raise
         return loss
 
     def move(self) -> None:
@@ -153,7 +160,10 @@ class StormOptimizer(RememberingOptimizer):
 
     def restart(self) -> None:
         """Forget the estimator: the next sample takes one evaluation, d <- g. Sums are kept."""
+        # Beyond the paper: for when x was changed from outside, or a sample lost halfway.
         self._home["phase"] = START
+        for sample in self._samples:
+            sample.abandon()
 
     @torch.no_grad()
     def _move(self) -> None:
@@ -162,19 +172,22 @@ class StormOptimizer(RememberingOptimizer):
             parts = [part for batch in work.known.values() for part in batch.square_parts()]
             g_tilde_sq = collect([parts], work.process_groups, self._home["step"])
             if not bool(torch.isfinite(g_tilde_sq).all()):  # waits for the device
-                raise FloatingPointError(
-                    f"{blame(self.param_groups)} is not finite; {_RETRY[True]}"
-                )
+                raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[True]}")
+        self._home["phase"] = START  # a pass that is interrupted leaves no estimator
         for batch in work.known.values():
             batch.kernels.move(batch)  # Alg. 1, line 4, and line 6 as far as it is known
         self._advance(PENDING)
-        for rewind in self._between:
-            rewind()
+        for sample in self._samples:
+            sample.rewind()
 
     @torch.no_grad()
     def _estimate(self) -> None:
         work = gather(self.param_groups, self.state, self._home, self._options)
-        first = not self.started
+        if not any(work.active):
+            raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
+        phase = self._home["phase"]
+        first = phase == START
+        self._home["phase"] = START  # a pass that is interrupted leaves no estimator
         g_parts: list[Part] = []
         d_parts: list[Part] = []
         for batch, joining in work.batches():
@@ -189,18 +202,24 @@ class StormOptimizer(RememberingOptimizer):
         if self._options.check_finite and not bool(finite.all()):  # waits for the device
             for batch in () if first else work.known.values():
                 undo_estimate(batch)
-            raise FloatingPointError(f"{blame(self.param_groups)} is not finite; {_RETRY[first]}")
-        used = finite if all(work.active) else finite & finite.new_tensor(work.active)
+            self._home["phase"] = phase
+            raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[first]}")
+        used = finite
+        if not all(work.active):
+            used = finite & torch.tensor(work.active).to(finite.device, non_blocking=True)
         self._home.update({k: torch.where(used, v, self._home[k]) for k, v in new.items()})
         for state in work.newcomers:
-            state["joined"] = 1
+            state["joined"] = JOINED
         self._advance(READY)
         self._opt_called = True  # what lr_scheduler looks for before it warns
 
     def _next_scalars(self, squares: Tensor, work: Work) -> dict[str, Tensor]:
         """Alg. 1, line 3, for every bucket at once."""
         g_sq, d_sq = squares
-        size = g_sq.new_tensor(work.sizes) if self._options.norm == "mean" else 1
+        size: Tensor | int = 1
+        if self._options.norm == "mean":
+            # Beyond the paper: the recipe of the authors' published code.
+            size = torch.tensor(work.sizes).to(g_sq, non_blocking=True)
         t = self._home["step"] + 1
         sums, a, eta = self.rule(states.get_sums(self._home), g_sq / size, d_sq / size, t)
         return states.set_sums(sums) | {

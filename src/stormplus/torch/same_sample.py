@@ -38,6 +38,10 @@ class RandomStreams:
         for generator, state in zip(self._generators, others[len(self._devices) :]):
             generator.set_state(state)
 
+    @property
+    def size(self) -> int:
+        return sum(state.numel() for state in self._states)
+
     def pack(self) -> Tensor:
         """All of it as bytes in one tensor, for a checkpoint."""
         return torch.cat(self._states)
@@ -106,21 +110,23 @@ class same_sample:
             if not self._opt.started or self._opt.pending:
                 return closure()
             statistics = RunningStatistics(self._model)
-            loss = closure()
-            statistics.put_back()
-            return loss
+            try:
+                return closure()
+            finally:
+                statistics.put_back()
 
         return evaluate
 
     def __enter__(self) -> Self:
-        self._streams = self._opt._random_streams()
-        if self._opt.pending:
+        self._entry = self._streams = self._opt._random_streams()
+        if self._opt.pending and self._opt._options.replay:
+            self._streams = self._opt._random_streams()
             self._streams.unpack(self._opt._home["rng"])
             self._streams.rewind()
-        else:
+        elif not self._opt.pending:
             self._opt._home["rng"] = self._streams.pack()
         self._statistics = RunningStatistics(self._model)
-        self._opt._between.append(self.rewind)
+        self._opt._samples.append(self)
         return self
 
     def __exit__(
@@ -129,13 +135,18 @@ class same_sample:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._opt._between.remove(self.rewind)
+        self._opt._samples.remove(self)
 
     def rewind(self) -> None:
         """Back to where the sample began; `opt.move()` calls it inside the context."""
-        if self._opt._options.replay_rng:
+        if self._opt._options.replay:
             self._streams.rewind()
         self.put_back()
+
+    def abandon(self) -> None:
+        """The pending sample is given up: `opt.restart()` calls it inside the context."""
+        if self._streams is not self._entry:
+            self._entry.rewind()
 
     def put_back(self) -> None:
         """Undo what the evaluation did to running statistics."""

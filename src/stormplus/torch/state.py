@@ -11,6 +11,7 @@ already there, and calls `step()` on an optimizer that has no state.
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -38,7 +39,7 @@ RULES: tuple[type, ...] = (StormPlusRule, SimplifiedStormPlusRule, StormRule)
 
 # Words become numbers in the state, for torch's loader takes a string apart.
 CODES: dict[str, tuple[str, ...]] = {
-    "rule": tuple(rule.__name__ for rule in RULES),
+    "rule": (*(rule.__name__ for rule in RULES), "a rule of your own"),
     "norm": ("raw", "mean"),
     "scope": ("global", "group", "tensor"),
 }
@@ -87,10 +88,15 @@ def new_header(rule: Rule, options: Any) -> dict[str, Any]:
         "format": FORMAT,
         "phase": 0,
         "grad_evaluations": 0,
-        "rule": RULES.index(type(rule)),
+        "rule": RULES.index(type(rule)) if type(rule) in RULES else len(RULES),
         "norm": CODES["norm"].index(options.norm),
         "scope": CODES["scope"].index(options.scope),
-    }
+    } | _constants(rule)
+
+
+def _constants(rule: Rule) -> dict[str, float]:
+    """STORM's constants; the other rules have none."""
+    return dict(vars(rule)) if isinstance(rule, StormRule) else {}
 
 
 def move_header(states: list[dict[str, Any]], home: dict[str, Any]) -> None:
@@ -146,11 +152,33 @@ def check_loadable(state_dict: dict[str, Any], own: dict[str, Any], name: str) -
                 f"the state was saved with {key} {words[saved[key]]!r}, {name} has "
                 f"{words[own[key]]!r}: construct the optimizer as it was"
             )
+    for key in own.keys() & {field.name for field in fields(StormRule)}:
+        if saved[key] != own[key]:
+            raise ValueError(
+                f"the state was saved with {key}={saved[key]}, {name} has {key}={own[key]}: "
+                "construct the optimizer as it was"
+            )
     if saved["step"].shape != own["step"].shape:
         raise ValueError(
             f"the state has {len(saved['step'])} sets of sums, {name} has "
             f"{len(own['step'])}: give it the same parameters and groups"
         )
+
+
+def ids(state_dict: dict[str, Any]) -> list[Any]:
+    """The keys of the parameters' states, in the order of the parameters."""
+    return [i for group in state_dict["param_groups"] for i in group["params"]]
+
+
+def check_shapes(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> None:
+    params = [p for group in param_groups for p in group["params"]]
+    for i, p in zip(ids(state_dict), params):
+        d = state_dict["state"].get(i, {}).get("estimator")
+        if d is not None and d.shape != p.shape:
+            raise ValueError(
+                f"the state of parameter {i} has the shape {tuple(d.shape)}, the parameter "
+                f"{tuple(p.shape)}: load it with the model that it was saved with"
+            )
 
 
 def restored(saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
@@ -178,6 +206,8 @@ def diagnose(home: dict[str, Any], *, several: bool) -> dict[str, float]:
         "sum_d_sq_over_a": get_sums(home).sum_d_sq_over_a.total,
     }
     table = torch.stack(list(values.values())).cpu().double()
+    if (table[0] > 0).any():  # buckets that have not had a gradient yet say nothing
+        table = table[:, table[0] > 0]
     out: dict[str, float] = {}
     for name, row in zip(values, table):
         value = {"step": row.max(), "gain": row.mean(), "step_size": row.mean()}.get(

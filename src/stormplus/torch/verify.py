@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from stormplus.torch.norms import accumulator_dtype
 from stormplus.torch.optimizer import StormOptimizer
 from stormplus.torch.sharding import local
 from stormplus.torch.work import name_of
@@ -16,8 +18,8 @@ from stormplus.torch.work import name_of
 def verify_closure(opt: StormOptimizer, closure: Callable[[], Any], *, rtol: float = 1e-4) -> None:
     """Evaluate the closure twice at the present point and compare the gradients.
 
-    Nothing moves: gradients and random streams are put back. Running statistics
-    (BatchNorm) are not, unless the closure is wrapped by `same_sample`.
+    Parameters, gradients and random streams are left as they were. Running statistics
+    (BatchNorm) are not: they see the sample twice.
 
     Args:
         opt: The optimizer that will call the closure; its `replay_rng` is honoured.
@@ -38,7 +40,7 @@ def verify_closure(opt: StormOptimizer, closure: Callable[[], Any], *, rtol: flo
         first = [None if p.grad is None else local(p.grad).clone() for p in params]
         if all(g is None for g in first):
             raise RuntimeError("the closure left no gradient: it must call loss.backward()")
-        if opt._options.replay_rng:
+        if opt._options.replay:
             streams.rewind()
         torch.enable_grad()(closure)()
         for p, g in zip(params, first):
@@ -55,10 +57,13 @@ def _compare(name: str, first: Tensor | None, grad: Tensor | None, rtol: float) 
     if first is None or grad is None:
         raise RuntimeError(f"only one of two evaluations gave {name} a gradient: {_ADVICE}")
     second = local(grad)
+    first, second = (t.to(accumulator_dtype(t.device)) for t in (first, second))
     size = float(torch.linalg.vector_norm(first))
     off = float(torch.linalg.vector_norm(second - first))
     if off <= rtol * size:
         return
+    if not math.isfinite(off):
+        raise RuntimeError(f"the gradient of {name} is not finite at the present point")
     doubled = float(torch.linalg.vector_norm(second - 2 * first)) <= rtol * size
     raise RuntimeError(
         f"two evaluations at the same point give {name} gradients that differ by "

@@ -20,6 +20,8 @@ State = dict[str, Any]
 
 _PLAIN, _FOREACH, _FUSED = Plain(), Foreach(), Fused()
 
+JOINED, FROZEN = 1, -1  # what `joined` says of a parameter; 0 before its first gradient
+
 
 @dataclass
 class Work:
@@ -44,20 +46,24 @@ def gather(
     settle_scalars(home, next(p for p, state in states.items() if state is home).device)
     buckets = len(home["step"])
     work = Work(sizes=[0] * buckets, active=[False] * buckets)
-    coefficients = _Coefficients(home, options)
+    coefficients = _Coefficients(home)
     places = enumerate((i, p) for i, group in enumerate(param_groups) for p in group["params"])
     for place, (i, p) in places:
         bucket = {"global": 0, "group": i, "tensor": place}[options.scope]
         state, g = states[p], p.grad
         if not p.requires_grad:  # never moved, and its estimator is dropped
             state.pop("estimator", None)
-            state["joined"] = 0
+            state["joined"] = FROZEN
             continue
-        work.sizes[bucket] += p.numel()
+        work.sizes[bucket] += p.numel() * (2 if p.is_complex() else 1)
         process_groups = norm_groups(p)
         if process_groups not in work.process_groups:
             work.process_groups.append(process_groups)
-        if g is None and not state["joined"]:
+        if state["joined"] == FROZEN and g is not None and not bool(g.any()):
+            g = None  # zeros left from before it was frozen say nothing
+        # Beyond the paper: who has no gradient yet waits, and takes d = g at the first one;
+        # from then on a missing gradient is a zero gradient.
+        if g is None and state["joined"] != JOINED:
             continue
         if g is not None and g.layout != torch.strided:
             raise RuntimeError(
@@ -65,10 +71,10 @@ def gather(
                 "supported: make it dense, for example with nn.Embedding(..., sparse=False)"
             )
         work.active[bucket] = True
-        if not state["joined"]:
+        if state["joined"] != JOINED:
             work.newcomers.append(state)
         x, d = local(p), local(settle_estimator(p, state))
-        table = work.known if state["joined"] else work.joining
+        table = work.known if state["joined"] == JOINED else work.joining
         key = (i, bucket, process_groups, x.device, x.dtype, d.dtype, g is None)
         if key not in table:
             table[key] = coefficients.batch(param_groups[i], bucket, x.device, g is not None)
@@ -84,12 +90,10 @@ def gather(
 class _Coefficients:
     """The numbers that the tensors of a batch share."""
 
-    def __init__(self, home: State, options: Options) -> None:
+    def __init__(self, home: State) -> None:
         self.keep = (1 - home["gain"]).unbind()
         self.eta = home["step_size"].unbind()
-        self.max_step: tuple[Tensor, ...] | None = None
-        if options.max_move is not None:
-            self.max_step = (options.max_move / home["estimator_norm_sq"].sqrt()).unbind()
+        self.d_norm = home["estimator_norm_sq"].sqrt().unbind()
 
     def batch(
         self, group: dict[str, Any], bucket: int, device: torch.device, has_grad: bool
@@ -99,11 +103,12 @@ class _Coefficients:
 
         lr = group["lr"]
         if isinstance(lr, Tensor):
-            lr = lr.to(self.eta[bucket]).reshape(())
+            lr = lr.to(self.eta[bucket], non_blocking=True).reshape(())
+        # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
         alpha = lr * self.eta[bucket]
-        if self.max_step is not None:
+        if group["max_move"] is not None:
             # Beyond the paper: lr eta |d| <= max_move, with |d| over the bucket.
-            alpha = torch.minimum(alpha, self.max_step[bucket])
+            alpha = torch.minimum(alpha, group["max_move"] / self.d_norm[bucket])
         decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
         return Batch(
             alpha=here(alpha),
@@ -136,10 +141,15 @@ def name_of(param_groups: list[dict[str, Any]], p: Tensor) -> str:
 
 
 def blame(param_groups: list[dict[str, Any]]) -> str:
-    """The first gradient that is not finite, by name."""
+    """What is not finite, by name."""
     for p in (p for group in param_groups for p in group["params"]):
         if p.requires_grad and p.grad is not None:
             parts = [square_norm(block) for (block,) in blocks(BLOCK, local(p.grad))]
             if not all(bool(torch.isfinite(part)) for part in parts):
-                return f"the gradient of {name_of(param_groups, p)}"
-    return "a gradient (on another process, or the estimator itself)"
+                return (
+                    f"the squared norm of the gradient of {name_of(param_groups, p)} is not finite"
+                )
+    return (
+        "a squared norm or a sum of them is not finite: of a gradient on another process, of a "
+        "parameter under weight decay, or of the estimator"
+    )
