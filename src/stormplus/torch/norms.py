@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -19,23 +20,33 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 
 def blocks(limit: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Views of at most `limit` elements that walk through tensors of one shape together."""
-    first = tensors[0]
-    if all(t.is_contiguous() for t in tensors):
-        flat = [t.view(-1) for t in tensors]
-        return (
-            zip(*(torch.split(t, limit) for t in flat))
-            if first.numel() > limit
-            else iter([(*flat,)])
-        )
-    rows = max(1, limit * first.shape[0] // max(first.numel(), 1))
-    return zip(*(torch.split(t, rows) for t in tensors))
+    first, flat = tensors[0], flat_views(*tensors)
+    if flat is None:
+        rows = max(1, limit * first.shape[0] // max(first.numel(), 1))
+        return zip(*(torch.split(t, rows) for t in tensors))
+    if first.numel() <= limit:
+        return iter([flat])
+    return zip(*(torch.split(t, limit) for t in flat))
+
+
+def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """One-dimensional views in the order of memory, if the tensors are laid out alike."""
+    if not all(t.is_contiguous() for t in tensors):
+        strides = tensors[0].stride()
+        if any(t.stride() != strides for t in tensors):
+            return None
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])  # channels_last, say
+        tensors = tuple(t.permute(order) for t in tensors)
+        if not tensors[0].is_contiguous():
+            return None
+    return tuple(t.view(-1) for t in tensors)
 
 
 def square_norm(block: Tensor) -> Tensor:
-    """|block|^2, exact to rounding for every float32 from 1e-38 to 1e38.
+    """|block|^2 in the accumulator's precision.
 
     A float32 sum of squares loses its last digits on large tensors and overflows from
-    1e19 on, so the squares are summed in the accumulator's precision.
+    1e19 on; in float64 every float32 is safe.
     """
     wide = block.to(accumulator_dtype(block.device))
     flat = wide.reshape(-1)
@@ -47,8 +58,9 @@ def collect(
 ) -> Tensor:
     """Add up the parts: a row for each list, a column for each bucket, as `like` has.
 
-    Parts of sharded parameters are summed over their process groups, all rows in one
-    all-reduce; those of replicated parameters are the same on every rank and are not.
+    Parts of sharded parameters are summed over their process groups, with one all-reduce
+    for each group whatever the number of rows, buckets and parameters; those of replicated
+    parameters are the same on every rank and are not.
 
     Args:
         rows: The parts of |g|^2, say, and those of |d|^2.
@@ -56,12 +68,17 @@ def collect(
             rank whose shard is empty has no part but must take its turn.
         like: A vector with one entry a bucket.
     """
-    total = like.new_zeros(len(rows), len(like))
+    shares: dict[Groups, Tensor] = {}
     for groups in process_groups:
-        shares = [[(b, part) for b, key, part in row if key == groups] for row in rows]
-        share = torch.stack([_per_bucket(parts, like) for parts in shares])
-        for group in groups:
-            torch.distributed.all_reduce(share, group=group)
+        parts = [[(b, part) for b, key, part in row if key == groups] for row in rows]
+        shares[groups] = torch.stack([_per_bucket(row, like) for row in parts])
+    for group in dict.fromkeys(chain.from_iterable(process_groups)):
+        members = [groups for groups in shares if group in groups]
+        joined = torch.stack([shares[groups] for groups in members])
+        torch.distributed.all_reduce(joined, group=group)
+        shares.update(zip(members, joined))
+    total = like.new_zeros(len(rows), len(like))
+    for share in shares.values():
         total = total + share
     return total
 
@@ -72,5 +89,5 @@ def _per_bucket(parts: list[tuple[int, Tensor]], like: Tensor) -> Tensor:
     values = torch.stack([part.to(like.device, like.dtype, non_blocking=True) for _, part in parts])
     if len(like) == 1:
         return values.sum().reshape(1)
-    index = torch.tensor([bucket for bucket, _ in parts], device=like.device)
+    index = torch.tensor([bucket for bucket, _ in parts]).to(like.device, non_blocking=True)
     return torch.zeros_like(like).index_add_(0, index, values)

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
+
+# Wrappers that construct an optimizer on a part of the parameters, by their modules.
+_SPLITTERS = {
+    "torch.distributed.optim.zero_redundancy_optimizer": "ZeroRedundancyOptimizer",
+    "torch.distributed.optim.optimizer": "DistributedOptimizer",
+    "torch.distributed.optim.apply_optimizer_in_backward": "_apply_optimizer_in_backward",
+}
 
 
 def is_dtensor(t: Tensor) -> bool:
@@ -33,6 +43,11 @@ def norm_groups(p: Tensor) -> tuple[Any, ...]:
 
     Only sharded dimensions count: over a replicated one every process has the same part.
     """
+    if getattr(p, "_fsdp_flattened", False):
+        raise RuntimeError(
+            "a parameter of FullyShardedDataParallel (FSDP1) is a flat piece that does not say "
+            "who has the rest: use torch.distributed.fsdp.fully_shard (FSDP2) instead"
+        )
     if not is_dtensor(p):
         return ()
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
@@ -41,6 +56,30 @@ def norm_groups(p: Tensor) -> tuple[Any, ...]:
             f"a parameter with placements {placements} is only a part of a sum: "
             "redistribute it to Shard or Replicate before making the optimizer"
         )
+    # Not `is_shard()`: it is False for the strided shards of FSDP over tensor parallelism.
     return tuple(
-        mesh.get_group(i) for i, placement in enumerate(placements) if placement.is_shard()
+        mesh.get_group(i)
+        for i, placement in enumerate(placements)
+        if not placement.is_replicate() and mesh.size(i) > 1
     )
+
+
+def check_whole(params: Iterable[Tensor]) -> None:
+    """Refuse parameters that are a part of a model, where that can be seen.
+
+    The rules need |g|^2 over all parameters, and the second evaluation needs all of them
+    moved.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # nothing but the caller tells a part from a whole
+        wrapper = _SPLITTERS.get(frame.f_globals.get("__name__", ""))
+        if wrapper is not None:
+            raise RuntimeError(
+                f"{wrapper} hands the optimizer a part of the parameters, so that the norms "
+                "would be wrong and the second evaluation would see parameters that have not "
+                "moved: use torch.distributed.fsdp.fully_shard, which divides the optimizer's "
+                "state too"
+            )
+        frame = frame.f_back
+    for p in params:
+        norm_groups(p)

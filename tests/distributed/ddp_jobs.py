@@ -1,0 +1,150 @@
+"""What each rank of a DDP test does."""
+
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+from small_models import OPTIMIZERS, Loop, Normalised, Tanh, batches, bounded_loss, result, share
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from stormplus import StormPlus, UniformIterate, same_sample
+
+
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
+def parity(steps, dtype=torch.float64, method="storm+", halves=False, ddp=None, **options):
+    model = DDP(Tanh(dtype), **(ddp or {}))
+    loop = Loop(model, OPTIMIZERS[method](model.parameters(), **options))
+    for batch in batches(steps, dtype=dtype):
+        (loop.move_and_estimate if halves else loop.step)(share(batch, *place()))
+    return result(model, loop.opt, loop.calls)
+
+
+def accumulation(steps, micro, set_to_none=True):
+    """Micro-batches, with the gradients sent once an evaluation; returns what was sent too."""
+    model, reduced = DDP(Tanh()), []
+
+    def count(_, bucket):
+        reduced.append(bucket.index())
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, count)
+    opt, calls = StormPlus(model.parameters()), 0
+    for batch in batches(steps, rows=16):
+        u, y = share(batch, *place())
+
+        def closure():
+            nonlocal calls
+            calls += 1
+            opt.zero_grad(set_to_none=set_to_none)
+            total = 0.0
+            for i, (u_i, y_i) in enumerate(zip(u.chunk(micro), y.chunk(micro), strict=True)):
+                with model.no_sync() if i < micro - 1 else nullcontext():
+                    loss = bounded_loss(model(u_i), y_i) / micro
+                    loss.backward()
+                total += loss.detach()
+            return total
+
+        opt.step(closure)
+    return result(model, opt, calls) | {"reduced": len(reduced)}
+
+
+class TwoBranches(nn.Module):
+    """Which branch a sample takes is part of the sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.branches = Tanh(), nn.ModuleList([Tanh(seed=2), Tanh(seed=3)])
+
+    def forward(self, u, branch):
+        return self.trunk(u) + self.branches[branch](u)
+
+
+def branch_of(step, rank):
+    # By step: all ranks take branch 0, all take 1, the ranks differ.
+    return (0, 1, rank % 2)[step % 3]
+
+
+def unused_parameters(steps, **ddp):
+    rank, size = place()
+    model = DDP(TwoBranches(), find_unused_parameters=True, **ddp)
+    opt = StormPlus(model.parameters())
+    missing = 0
+    for step, batch in enumerate(batches(steps)):
+        u, y = share(batch, rank, size)
+
+        def closure():
+            nonlocal missing
+            opt.zero_grad()
+            loss = bounded_loss(model(u, branch_of(step, rank)), y)
+            loss.backward()
+            missing += sum(p.grad is None for p in model.parameters())
+            return loss
+
+        opt.step(closure)
+    return result(model, opt) | {"missing": missing}
+
+
+def normalised(steps, guarded=True, halves=False):
+    """BatchNorm and dropout; returns the statistics of what each layer saw, and its buffers."""
+    rank, size = place()
+    model = DDP(Normalised())
+    torch.manual_seed(100 + rank)  # every rank drops other units
+    opt = StormPlus(model.parameters())
+    kept = UniformIterate(model)
+    loop = Loop(model, opt)
+    norms = {"fixed": model.module.fixed, "cumulative": model.module.cumulative}
+    seen, buffers, masks = {}, [], []
+
+    def watch(name):
+        def hook(module, inputs):
+            u = inputs[0].detach()
+            seen[name] = {"running_mean": u.mean(dim=0), "running_var": u.var(dim=0)}
+
+        return hook
+
+    for name, module in norms.items():
+        module.register_forward_pre_hook(watch(name))
+    model.module.drop.register_forward_hook(
+        lambda _, inputs, out: masks.append((out == 0) & (inputs[0] != 0))
+    )
+    history = []
+    for batch in batches(steps, rows=16):
+        mine = share(batch, rank, size)
+        if halves:
+            with same_sample(opt, model):
+                loop.move_and_estimate(mine)
+        elif guarded:
+            opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
+        else:
+            loop.step(mine)
+        history.append({name: dict(values) for name, values in seen.items()})
+        buffers.append({n: {k: b.clone() for k, b in m.named_buffers()} for n, m in norms.items()})
+        kept.update()
+    return result(model, opt, loop.calls) | {
+        "seen": history, "buffers": buffers, "masks": masks, "chosen": kept.chosen,
+    }  # fmt: skip
+
+
+def one_bad_sample(steps, bad_call):
+    """Rank 1 alone has a sample that is not finite."""
+    rank, size = place()
+    model = DDP(Tanh())
+    opt = StormPlus(model.parameters())
+    loop, errors = Loop(model, opt), []
+    for batch in batches(steps):
+        u, y = share(batch, rank, size)
+
+        def closure():
+            bad = rank == 1 and loop.calls + 1 == bad_call
+            return loop.evaluate((u * float("nan") if bad else u, y))
+
+        try:
+            opt.step(closure)
+        except FloatingPointError as error:
+            errors.append(str(error))
+    return result(model, opt, loop.calls) | {"errors": errors}

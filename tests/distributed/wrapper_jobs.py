@@ -1,0 +1,172 @@
+"""What each rank of a test of other wrappers does."""
+
+import warnings
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from ddp_jobs import place
+from small_models import Loop, Tanh, batches, bounded_loss, result
+from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from stormplus import Storm, StormPlus
+
+with warnings.catch_warnings():
+    # torch's own: these modules define TorchScript interfaces when they are imported
+    warnings.simplefilter("ignore", DeprecationWarning)
+    from torch.distributed.optim import (
+        PostLocalSGDOptimizer,
+        ZeroRedundancyOptimizer,
+        _apply_optimizer_in_backward,
+    )
+    from torch.distributed.optim.optimizer import _LocalOptimizer
+
+
+class Own(StormPlus):
+    """A user's subclass."""
+
+
+CONSTRUCTORS = {
+    "class": StormPlus,
+    "other rule": Storm,
+    "subclass": Own,
+    "partial": partial(StormPlus, norm="mean"),
+    "function": lambda params, **options: StormPlus(params, **options),
+}
+
+
+def error_of(action):
+    try:
+        action()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was refused"
+
+
+def zero_redundancy(constructor):
+    model = Tanh()
+    make = CONSTRUCTORS[constructor]
+    return error_of(lambda: ZeroRedundancyOptimizer(model.parameters(), make, lr=0.1))
+
+
+def distributed_optimizer():
+    class Remote:  # an RRef that lives here
+        def local_value(self):
+            return nn.Parameter(torch.ones(2))
+
+    _LocalOptimizer(StormPlus, [Remote()])
+
+
+def optimizer_in_backward():
+    _apply_optimizer_in_backward(StormPlus, Tanh().parameters(), {"lr": 0.1})
+
+
+def post_local_sgd():
+    model = Tanh()
+    opt = PostLocalSGDOptimizer(StormPlus(model.parameters()), PeriodicModelAverager(period=4))
+    bounded_loss(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+    return error_of(opt.step)
+
+
+def fsdp1(use_orig_params, before=False):
+    """`before`: the optimizer is made first, which keeps its parameters if they are the original
+    ones, and finds out at its first step."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's own: FSDP1 is deprecated, and slow on CPUs
+        model = Tanh()
+        opt = StormPlus(model.parameters()) if before else None
+        model = FullyShardedDataParallel(
+            model, use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
+        if opt is None:
+            return error_of(lambda: StormPlus(model.parameters()))
+        loop = Loop(model, opt)
+        return error_of(lambda: loop.step(batches(1)[0]))
+
+
+def partial_sum():
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    summand = torch.ones(4)
+    errors = []
+    for placements in ([Partial()], [Shard(0)], [Replicate()]):
+        p = nn.Parameter(DTensor.from_local(summand, mesh, placements))
+        errors.append(error_of(lambda: StormPlus([p])))
+    return errors
+
+
+def partial_gradient(steps, **options):
+    """A replicated parameter whose gradient is still a sum over the processes."""
+    rank, size = place()
+    mesh = init_device_mesh("cpu", (size,))
+    start = torch.linspace(-1, 1, 5, dtype=torch.float64)
+    p = nn.Parameter(DTensor.from_local(start.clone(), mesh, [Replicate()]))
+    opt = StormPlus([p], **options)
+    rows = torch.randn(steps, size, 5, generator=torch.Generator().manual_seed(4)).double()
+    for row in rows:
+
+        def closure():
+            x = p.detach().to_local().requires_grad_()
+            loss = torch.log1p((x * row[rank]).tanh().square().sum())
+            (g,) = torch.autograd.grad(loss, x)
+            p.grad = DTensor.from_local(g, mesh, [Partial()])
+            return loss.detach()
+
+        opt.step(closure)
+    return p.detach().to_local().clone(), opt.diagnostics()
+
+
+def partial_gradient_in_one_process(steps, size):
+    p = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
+    opt = StormPlus([p])
+    rows = torch.randn(steps, size, 5, generator=torch.Generator().manual_seed(4)).double()
+    for row in rows:
+
+        def closure():
+            opt.zero_grad()
+            loss = sum(torch.log1p((p * r).tanh().square().sum()) for r in row)
+            loss.backward()
+            return loss
+
+        opt.step(closure)
+    return p.detach(), opt.diagnostics()
+
+
+class Stage(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, u):
+        for layer in self.layers:
+            u = torch.tanh(layer(u))
+        return u
+
+
+def pipeline(steps, scope):
+    """Each process has the layers of its stage, and an optimizer for those alone."""
+    rank, size = place()
+    layers = Tanh().layers
+    mine = Stage(layers[:2] if rank == 0 else layers[2:])
+    data = batches(steps)
+    example = data[0][0].chunk(2)[0]
+    if rank > 0:
+        example = torch.zeros(len(example), layers[1].out_features, dtype=example.dtype)
+    stage = PipelineStage(mine, rank, size, torch.device("cpu"), input_args=(example,))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=bounded_loss)
+    opt = StormPlus(mine.parameters(), scope=scope, check_finite=False)
+    for u, y in data:
+
+        def closure():
+            opt.zero_grad()
+            if rank == 0:
+                schedule.step(u)
+            else:
+                schedule.step(target=y, losses=[])
+
+        opt.step(closure)
+    return result(mine, opt)
