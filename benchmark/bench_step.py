@@ -53,9 +53,9 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
     for label, options in {
         "StormPlus (default)": {},
         "StormPlus (check_finite=False)": {"check_finite": False},
-        "StormPlus (foreach)": {"foreach": True},
         "StormPlus (fused)": {"fused": True},
         "StormPlus (fused, check_finite=False)": {"fused": True, "check_finite": False},
+        "StormPlus (foreach)": {"foreach": True},
     }.items():
         optimizers[label], runs[label] = ours(params, **options)
     for label, make in {
@@ -66,7 +66,7 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
     }.items():
         optimizers[label] = make()
         runs[label] = optimizers[label].step
-    # Copying half of these elements reads and writes them once: half a stream each way.
+    # A copy reads one stream of the parameters' size and writes another.
     sources, targets = parameters(shapes), parameters(shapes)
 
     @torch.no_grad()
@@ -93,14 +93,15 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
         return statistics.median(a / b for a, b in zip(times[label], times[other]))
 
     print(f"\n{name}: {size / 4e6:.1f} M parameters in {len(shapes)} tensors")
-    print(f"{'':38s}{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>8s}{'first call':>12s}")
+    print(f"{'':38s}{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>18s}{'first call':>12s}")
     for label in runs:
         opt = optimizers.get(label)
-        state = f"{state_bytes(opt) / size:.3f}x" if opt else ""
+        held = state_bytes(opt) if opt else 0
+        state = f"{held / 1e6:.1f} MB, {held / size:.3f}x" if opt else ""
         print(
             f"{label:38s}{1e3 * statistics.median(times[label]):8.1f}"
             f"{ratio(label, 'Adam(foreach=True)'):10.2f}x{ratio(label, 'Adam(fused=True)'):8.2f}x"
-            f"{state:>8s}{ready[label]:10.2f} s"
+            f"{state:>18s}{ready[label]:10.2f} s"
         )
 
 

@@ -7,10 +7,10 @@ schedule or another parameter group never compiles anything again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,27 +24,27 @@ SMALL = 1 << 15
 
 
 def _move(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> None:
-    alpha, keep, sign, l2, decoupled, _ = numbers.to(d.dtype).unbind()
+    alpha, _, sign, l2, decoupled, _ = numbers.to(d.dtype).unbind()
     wide = x.to(d.dtype)
     g_tilde = sign * g.to(d.dtype) + l2 * wide
     x_new = wide - alpha * (d + decoupled * wide)  # Alg. 1, line 4
-    d.copy_(keep * (d - g_tilde))  # Alg. 1, line 6: the part known before g_{t+1}
+    d.copy_(d - g_tilde)  # Alg. 1, line 6: the bracket
     x.copy_(x_new)
 
 
-def _estimate(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    _, _, sign, l2, _, guard = numbers.to(d.dtype).unbind()
-    g = sign * g.to(d.dtype) + l2 * x.to(d.dtype)
-    d_new = d + torch.where(torch.isfinite(g) | (guard == 0), g, 0)  # Alg. 1, line 6
+def _estimate(x: Tensor | None, d: Tensor, g: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
+    _, keep, sign, l2, _, guard = numbers.to(d.dtype).unbind()
+    g = sign * g.to(d.dtype)
+    if x is not None:  # compiled apart, so that x is read only where it counts
+        g = g + l2 * x.to(d.dtype)
+    d_new = torch.where(torch.isfinite(g) | (guard == 0), g, 0) + keep * d  # Alg. 1, line 6
     d.copy_(d_new)
     wide_g, wide_d = (t.to(accumulator_dtype(t.device)) for t in (g, d_new))
     return (wide_g * wide_g).sum(), (wide_d * wide_d).sum()
 
 
-def _square(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> Tensor:
-    _, _, sign, l2, _, _ = numbers.to(d.dtype).unbind()
-    wide = (sign * g.to(d.dtype) + l2 * x.to(d.dtype)).to(accumulator_dtype(g.device))
-    return (wide * wide).sum()
+def _probe(g: Tensor) -> Tensor:
+    return (g.float() * 0).sum()  # 0, or nan
 
 
 @cache
@@ -78,84 +78,89 @@ class Fused:
         self._plain = Plain()
 
     def move(self, batch: Batch) -> None:
+        flats, rest = _split(batch)
         numbers = _numbers(batch)
-        for flat in _flat(batch):
-            x, d, g = flat.tensors
-            _compiled(_move)(x, d, g, numbers)
-            flat.write_back(x, d)
-        self._plain.move(_rest(batch))
+        for flat in flats:
+            with flat as (x, d, g):
+                _compiled(_move)(x, d, g, numbers)
+        self._plain.move(rest)
         torch.autograd.graph.increment_version(batch.xs)  # .data has hidden the change
 
     def estimate(self, batch: Batch, *, first: bool, guard: bool) -> Squares:
         if first:
             return self._plain.estimate(batch, first=True, guard=guard)
+        flats, rest = _split(batch)
+        g_sq, d_sq = self._plain.estimate(rest, first=False, guard=guard)
         numbers = _numbers(batch, guard=guard)
-        g_sq, d_sq = self._plain.estimate(_rest(batch), first=False, guard=guard)
-        for flat in _flat(batch):
-            x, d, g = flat.tensors
-            for squares, part in zip((g_sq, d_sq), _compiled(_estimate)(x, d, g, numbers)):
-                squares.append(part)
-            flat.write_back(None, d)
+        for flat in flats:
+            with flat as (x, d, g):
+                parts = _compiled(_estimate)(x if batch.l2 else None, d, g, numbers)
+            g_sq.append(parts[0])
+            d_sq.append(parts[1])
         return g_sq, d_sq
 
-    def squares(self, batch: Batch) -> list[Tensor]:
-        numbers = _numbers(batch)
-        parts = [_compiled(_square)(*flat.tensors, numbers) for flat in _flat(batch)]
-        return parts + self._plain.squares(_rest(batch))
+    def probe(self, batch: Batch) -> list[Tensor]:
+        if torch._C._len_torch_dispatch_stack():
+            return self._plain.probe(batch)
+        large = [g.numel() > SMALL and g.is_contiguous() for g in batch.gs]
+        parts = [_compiled(_probe)(g.view(-1).data) for g, big in zip(batch.gs, large) if big]
+        rest = [g for g, big in zip(batch.gs, large) if not big]
+        return parts + self._plain.probe(replace(batch, gs=rest))
 
 
-class _Flat(NamedTuple):
-    """One-dimensional x, d and g: a view of one tensor, or small tensors joined."""
+class _Flat:
+    """One-dimensional x, d and g: views of one parameter's, or small ones joined.
 
-    tensors: tuple[Tensor, ...]
-    members: list[tuple[Tensor, ...]]  # the views that were joined; none if it is a view
+    As a context it gives the tensors, and writes joined ones back when it is left.
+    """
 
-    def write_back(self, x: Tensor | None, d: Tensor) -> None:
-        for position, joined in enumerate((x, d)):
-            if joined is not None and self.members:
-                targets = [member[position] for member in self.members]
+    def __init__(self, *members: tuple[Tensor, ...]) -> None:
+        self.members = list(members)
+        self.size = sum(views[0].numel() for views in members)
+
+    def add(self, views: tuple[Tensor, ...]) -> None:
+        self.members.append(views)
+        self.size += views[0].numel()
+
+    def __enter__(self) -> tuple[Tensor, ...]:
+        joined = len(self.members) > 1
+        parts = zip(*self.members)
+        self.tensors = tuple(torch.cat(part) for part in parts) if joined else self.members[0]
+        return self.tensors
+
+    def __exit__(self, *error: object) -> None:
+        if len(self.members) > 1:
+            for joined, targets in zip(self.tensors[:2], list(zip(*self.members))[:2]):
                 sizes = [t.numel() for t in targets]
-                torch._foreach_copy_(targets, list(torch.split(joined, sizes)))
+                torch._foreach_copy_(list(targets), list(torch.split(joined, sizes)))
 
 
-def _views(batch: Batch, i: int) -> tuple[Tensor, ...] | None:
-    """Flat views of the i-th x, d and g, or None if the kernels cannot take them."""
-    if not batch.has_grad or torch._C._len_torch_dispatch_stack():
-        return None
-    return flat_views(batch.xs[i], batch.ds[i], batch.gs[i])
-
-
-def _rest(batch: Batch) -> Batch:
-    left = [i for i in range(len(batch.xs)) if _views(batch, i) is None]
-    gs = [batch.gs[i] for i in left] if batch.has_grad else []
-    return replace(batch, xs=[batch.xs[i] for i in left], ds=[batch.ds[i] for i in left], gs=gs)
-
-
-def _flat(batch: Batch) -> Iterator[_Flat]:
-    limit = max(SMALL, max(x.numel() for x in batch.xs) // 4)
-    small: list[tuple[Tensor, ...]] = []
-    size = 0
-    for i, x in enumerate(batch.xs):
-        views = _views(batch, i)
-        if views is None or x.numel() == 0:
+def _split(batch: Batch) -> tuple[list[_Flat], Batch]:
+    """What the kernels take, and a batch of what is left."""
+    if not batch.has_grad or torch._C._len_torch_dispatch_stack() or not batch.xs:
+        return [], batch
+    flats: list[_Flat] = []
+    rest = replace(batch, xs=[], ds=[], gs=[])
+    small, limit = _Flat(), max(SMALL, max(x.numel() for x in batch.xs) // 4)
+    for tensors in zip(batch.xs, batch.ds, batch.gs):
+        size, views = tensors[0].numel(), flat_views(*tensors)
+        if size == 0:
+            continue
+        if views is None:
+            for part, t in zip((rest.xs, rest.ds, rest.gs), tensors):
+                part.append(t)
             continue
         # Without .data the compiler would look through the view at the tensor's shape, and
         # compile a kernel for each.
         views = tuple(t.data for t in views)
-        if x.numel() > SMALL:
-            yield _Flat(views, [])
+        if size > SMALL:
+            flats.append(_Flat(views))
             continue
-        if small and size + x.numel() > limit:
-            yield _joined(small)
-            small, size = [], 0
-        small.append(views)
-        size += x.numel()
-    if small:
-        yield _joined(small)
-
-
-def _joined(small: list[tuple[Tensor, ...]]) -> _Flat:
-    return _Flat(tuple(torch.cat(part) for part in zip(*small)), small)
+        if small.members and small.size + size > limit:
+            flats.append(small)
+            small = _Flat()
+        small.add(views)
+    return flats + [small] * bool(small.members), rest
 
 
 def _numbers(batch: Batch, *, guard: bool = True) -> Tensor:

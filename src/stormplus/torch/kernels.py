@@ -1,7 +1,10 @@
 """The two passes over memory, MOVE and ESTIMATE, on batches of tensors.
 
-    move:      x <- x - alpha d,  d <- (1 - a)(d - g~)      reads x, d, g~   writes x, d
-    estimate:  d <- d + g, with |g|^2 and |d|^2 on the way   reads d, g       writes d
+    move:      x <- x - alpha d,  d <- d - g~                         reads x, d, g~  writes x, d
+    estimate:  d <- g + (1 - a) d, with |g|^2 and |d|^2 on the way   reads d, g      writes d
+
+Between the two, d holds the innovation d_t - g~_t. That is 8 streams of the parameters' size;
+a probe of g~ for what is not finite makes 9 (Adam's fused step has 7).
 
 Written three ways: `Plain` goes block by block, `Foreach` uses torch's multi-tensor
 operations, `Fused` (in fused.py) is one compiled kernel with dynamic shapes.
@@ -17,10 +20,10 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from stormplus.torch.norms import Groups, Part, accumulator_dtype, blocks, square_norm
+from stormplus.torch.norms import Groups, Part, accumulator_dtype, blocks, scratch_for, square_norm
 
-# 2^18 float32 elements are 1 MB: a block and its temporaries stay in the cache.
-BLOCK = 1 << 18
+# 2^19 float32 elements are 2 MB: a block and its temporaries stay in the cache.
+BLOCK = 1 << 19
 
 
 @dataclass(slots=True)
@@ -46,11 +49,12 @@ class Batch:
 
     def pieces(self, limit: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for i, (x, d) in enumerate(zip(self.xs, self.ds)):
-            if x.numel() == 0:
-                continue
-            if self.has_grad:
-                yield from blocks(limit, x, d, self.gs[i])  # type: ignore[misc]
-            else:
+            size, g = x.numel(), self.gs[i] if self.has_grad else None
+            if 0 < size <= limit:
+                yield x, d, g
+            elif size and g is not None:
+                yield from blocks(limit, x, d, g)  # type: ignore[misc]
+            elif size:
                 yield from ((x_, d_, None) for x_, d_ in blocks(limit, x, d))
 
     def gradient(self, x: Tensor, g: Tensor | None) -> Tensor | None:
@@ -63,8 +67,8 @@ class Batch:
             g = x.to(wide) * self.l2 if g is None else torch.add(g, x, alpha=self.l2)
         return g
 
-    def square_parts(self) -> list[Part]:
-        return [(self.bucket, self.process_groups, part) for part in self.kernels.squares(self)]
+    def probes(self) -> list[Part]:
+        return [(self.bucket, self.process_groups, part) for part in self.kernels.probe(self)]
 
 
 Squares = tuple[list[Tensor], list[Tensor]]  # parts of |g|^2 and of |d|^2
@@ -79,13 +83,22 @@ class Kernels(Protocol):
         """`first`: d <- g. `guard`: leave d alone where g is not finite."""
         ...
 
-    def squares(self, batch: Batch) -> list[Tensor]:
-        """Parts of |g|^2, without touching anything."""
+    def probe(self, batch: Batch) -> list[Tensor]:
+        """Numbers that are finite if and only if the gradients are, in one read of them."""
         ...
 
 
 def finite_part(g: Tensor) -> Tensor:
     return torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def finite_probe(g: Tensor) -> Tensor:
+    """A number that is finite if and only if g is."""
+    if g.device.type == "cpu":  # reading a number costs nothing here
+        total = g.sum()
+        if math.isfinite(total.item()):
+            return total
+    return (g * 0).sum()  # 0, or nan: unlike the sum itself it cannot overflow
 
 
 def guarded(g: Tensor, g_sq: Tensor) -> Tensor:
@@ -96,15 +109,15 @@ def guarded(g: Tensor, g_sq: Tensor) -> Tensor:
 
 
 def undo_estimate(batch: Batch) -> None:
-    """Take a guarded estimate back, to one rounding of d + g.
+    """Take a guarded estimate back, to one rounding of g + (1 - a) d.
 
     Where g is so large that d was lost beside it, d comes back as zero: the same sample's
-    gradient, when it is evaluated again, hides d in the same way.
+    gradient, when it is evaluated again, hides d in the same way. Where a is 1 it does so too,
+    and counts for nothing.
     """
     for x, d, g_raw in batch.pieces(BLOCK):
         g = batch.gradient(x, g_raw)
-        if g is not None:
-            d.copy_(finite_part(d - finite_part(g)))
+        d.copy_(finite_part((d if g is None else d - finite_part(g)) / batch.keep))
 
 
 class Plain:
@@ -120,26 +133,28 @@ class Plain:
             else:
                 x.sub_(step * batch.alpha)  # Alg. 1, line 4, half-precision x
             if g_tilde is not None:
-                d.sub_(g_tilde)
-            d.mul_(batch.keep)  # Alg. 1, line 6: the part known before g_{t+1}
+                d.sub_(g_tilde)  # Alg. 1, line 6: the bracket
 
     def estimate(self, batch: Batch, *, first: bool, guard: bool) -> Squares:
         g_sq: list[Tensor] = []
         d_sq: list[Tensor] = []
+        scratch = scratch_for(batch.ds, BLOCK) if batch.ds else None
         for x, d, g_raw in batch.pieces(BLOCK):
             g = batch.gradient(x, g_raw)
             if g is not None:
-                g_sq.append(square_norm(g))
+                g_sq.append(square_norm(g, scratch))
             if first:
                 d.zero_() if g is None else d.copy_(g)  # Alg. 1, line 1
-            elif g is not None:
-                d.add_(guarded(g, g_sq[-1]) if guard else g)  # Alg. 1, line 6
-            d_sq.append(square_norm(d))
+            elif g is None:
+                d.mul_(batch.keep)  # Alg. 1, line 6, with g_{t+1} = 0
+            else:
+                g = guarded(g, g_sq[-1]) if guard else g
+                torch.addcmul(g, d, batch.keep.to(d.dtype), out=d)  # Alg. 1, line 6
+            d_sq.append(square_norm(d, scratch))
         return g_sq, d_sq
 
-    def squares(self, batch: Batch) -> list[Tensor]:
-        gradients = (batch.gradient(x, g_raw) for x, _, g_raw in batch.pieces(BLOCK))
-        return [square_norm(g) for g in gradients if g is not None]
+    def probe(self, batch: Batch) -> list[Tensor]:
+        return [finite_probe(g) for g in batch.gs if g.numel() > 0]
 
 
 class Foreach:
@@ -151,8 +166,7 @@ class Foreach:
             steps = torch._foreach_add(ds, xs, alpha=batch.decoupled) if batch.decoupled else ds
             torch._foreach_sub_(xs, torch._foreach_mul(steps, batch.alpha))  # Alg. 1, line 4
             if g_tildes:
-                torch._foreach_sub_(ds, g_tildes)
-            torch._foreach_mul_(ds, batch.keep)  # Alg. 1, line 6: the part known before g_{t+1}
+                torch._foreach_sub_(ds, g_tildes)  # Alg. 1, line 6: the bracket
 
     def estimate(self, batch: Batch, *, first: bool, guard: bool) -> Squares:
         g_sq: list[Tensor] = []
@@ -161,17 +175,19 @@ class Foreach:
             gs = self._gradients(batch, xs, gs_raw)
             if first:
                 torch._foreach_copy_(ds, gs) if gs else torch._foreach_zero_(ds)  # Alg. 1, line 1
-            elif gs:
-                torch._foreach_add_(ds, [finite_part(g) for g in gs] if guard else gs)  # line 6
+            else:
+                torch._foreach_mul_(ds, batch.keep)
+                if gs:  # Alg. 1, line 6
+                    torch._foreach_add_(ds, [finite_part(g) for g in gs] if guard else gs)
             g_sq += self._square_norms(gs)
             d_sq += self._square_norms(ds)
         return g_sq, d_sq
 
-    def squares(self, batch: Batch) -> list[Tensor]:
-        lists = self._lists(batch)
-        return [
-            s for xs, _, gs in lists for s in self._square_norms(self._gradients(batch, xs, gs))
-        ]
+    def probe(self, batch: Batch) -> list[Tensor]:
+        gs = [g for g in batch.gs if g.numel() > 0]
+        if not gs or gs[0].device.type == "cpu":
+            return Plain().probe(batch)
+        return list(torch._foreach_norm(gs, math.inf))  # nan is the largest of all
 
     @staticmethod
     def _lists(batch: Batch) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:

@@ -42,15 +42,28 @@ def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
     return tuple(t.view(-1) for t in tensors)
 
 
-def square_norm(block: Tensor) -> Tensor:
+def scratch_for(tensors: Sequence[Tensor], limit: int) -> Tensor | None:
+    """Room for one block in the accumulator's precision, if the tensors have another."""
+    wide = accumulator_dtype(tensors[0].device)
+    if tensors[0].dtype == wide:
+        return None
+    size = min(limit, max(t.numel() for t in tensors))
+    return torch.empty(size, dtype=wide, device=tensors[0].device)
+
+
+def square_norm(block: Tensor, scratch: Tensor | None = None) -> Tensor:
     """|block|^2 in the accumulator's precision.
 
     A float32 sum of squares loses its last digits on large tensors and overflows from
-    1e19 on; in float64 every float32 is safe.
+    1e19 on; in float64 every float32 is safe. Fresh memory for the wide copy of each block
+    would cost more than the norm: `scratch` is used again and again.
     """
-    wide = block.to(accumulator_dtype(block.device))
-    flat = wide.reshape(-1)
-    return torch.dot(flat, flat)
+    flat = block.reshape(-1)
+    if scratch is not None and flat.numel() <= scratch.numel():
+        wide = scratch[: flat.numel()].copy_(flat)
+    else:
+        wide = flat.to(accumulator_dtype(block.device))
+    return torch.dot(wide, wide)
 
 
 def collect(

@@ -6,8 +6,8 @@ it no longer needs, and the second gradient completes it: no previous iterate is
 
     phase    the next call    what it does
     START    estimate         d <- g
-    READY    move             x <- x - lr eta d;  d <- (1 - a)(d - g~)
-    PENDING  estimate         d <- d + g
+    READY    move             x <- x - lr eta d;  d <- d - g~
+    PENDING  estimate         d <- g + (1 - a) d
 """
 
 from __future__ import annotations
@@ -169,13 +169,13 @@ class StormOptimizer(RememberingOptimizer):
     def _move(self) -> None:
         work = gather(self.param_groups, self.state, self._home, self._options)
         if self._options.check_finite:
-            parts = [part for batch in work.known.values() for part in batch.square_parts()]
-            g_tilde_sq = collect([parts], work.process_groups, self._home["step"])
-            if not bool(torch.isfinite(g_tilde_sq).all()):  # waits for the device
+            parts = [part for batch in work.known.values() for part in batch.probes()]
+            probe = collect([parts], work.process_groups, self._home["step"])
+            if not bool(torch.isfinite(probe).all()):  # waits for the device
                 raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[True]}")
         self._home["phase"] = START  # a pass that is interrupted leaves no estimator
         for batch in work.known.values():
-            batch.kernels.move(batch)  # Alg. 1, line 4, and line 6 as far as it is known
+            batch.kernels.move(batch)  # Alg. 1, line 4, and the bracket of line 6
         self._advance(PENDING)
         for sample in self._samples:
             sample.rewind()

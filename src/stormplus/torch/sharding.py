@@ -8,7 +8,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 # Wrappers that construct an optimizer on a part of the parameters, by their modules.
 _SPLITTERS = {
@@ -20,12 +20,15 @@ _SPLITTERS = {
 
 def is_dtensor(t: Tensor) -> bool:
     # By its methods: importing torch.distributed.tensor costs every user half a second.
-    return type(t) is not Tensor and hasattr(t, "to_local") and hasattr(t, "placements")
+    if type(t) in (Tensor, nn.Parameter):
+        return False
+    return hasattr(t, "to_local") and hasattr(t, "placements")
 
 
 def local(t: Tensor) -> Tensor:
     """The part of t that lies on this process, as a plain real tensor without grad."""
-    t = t.detach()
+    if t.requires_grad:
+        t = t.detach()
     if is_dtensor(t):
         t = t.to_local()  # type: ignore[attr-defined]
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t

@@ -44,12 +44,12 @@ def gather(
 ) -> Work:
     """Sort the parameters into batches; what cannot be handled is refused before any move."""
     settle_scalars(home, next(p for p, state in states.items() if state is home).device)
-    buckets = len(home["step"])
+    buckets, scope = len(home["step"]), options.scope
     work = Work(sizes=[0] * buckets, active=[False] * buckets)
     coefficients = _Coefficients(home)
     places = enumerate((i, p) for i, group in enumerate(param_groups) for p in group["params"])
     for place, (i, p) in places:
-        bucket = {"global": 0, "group": i, "tensor": place}[options.scope]
+        bucket = 0 if scope == "global" else i if scope == "group" else place
         state, g = states[p], p.grad
         if not p.requires_grad:  # never moved, and its estimator is dropped
             state.pop("estimator", None)
