@@ -108,6 +108,19 @@ def test_extreme_float32_gradients_are_finite(cls, path, value):
     assert numbers["sum_g_sq"] == pytest.approx(4 * float(torch.tensor(value).double()) ** 2)
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_large_float64_gradients_are_finite(path):
+    # 1e60 is not a float32; enough elements for the compiled kernels to be used
+    p = nn.Parameter(torch.zeros(100_000, dtype=torch.float64))
+    opt = StormPlus([p], **PATHS[path])
+    for value in (1.0, 1e60, 1.0):
+        for half in (opt.move, opt.estimate) if opt.started else (opt.estimate,):
+            p.grad = torch.full_like(p, value)
+            half()
+    assert torch.isfinite(p).all()
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(1e125)
+
+
 def test_sums_that_would_overflow_are_refused():
     # |g|^2 = 1e240 is a float64, |d|^2/a = 1e240 * 1e160 is not
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))

@@ -44,7 +44,7 @@ def _estimate(x: Tensor | None, d: Tensor, g: Tensor, numbers: Tensor) -> tuple[
 
 
 def _probe(g: Tensor) -> Tensor:
-    return (g.float() * 0).sum()  # 0, or nan
+    return (g * 0).sum()  # 0, or nan
 
 
 @cache
