@@ -33,7 +33,7 @@ class Run:
         )
         self.opt = StormPlus(self.model.parameters(), lr=0.5)
         self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.opt, samples)
-        self.scaler = torch.amp.GradScaler("cpu", enabled=False)  # its state comes along
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=50)
         self.iterate = UniformIterate(self.model)
         self.samples, self.taken = samples, 0
         self.file = folder / "checkpoint.pt"
@@ -64,7 +64,10 @@ class Run:
         draw = torch.Generator().manual_seed(self.taken)
         index = torch.randint(len(self.x), (64,), generator=draw)
         self.opt.zero_grad()
-        F.cross_entropy(self.model(self.x[index]), self.y[index]).backward()
+        loss = F.cross_entropy(self.model(self.x[index]), self.y[index])
+        self.scaler.scale(loss).backward()
+        self.scaler.unscale_(self.opt)
+        self.scaler.update()
 
     def train(self) -> None:
         while self.taken < self.samples:

@@ -112,16 +112,18 @@ def spider(
     """
     root = max(1, round(math.sqrt(oracle.n)))
     size = root if batch_size is None else batch_size
+    previous = x
     while True:
         v = oracle.grad(x, oracle.everything)
-        for _ in range(root):
+        for k in range(root):
+            if k > 0:
+                v = v + oracle.pair(x, previous, oracle.draw(size))
             length = float(np.linalg.norm(v))
             eta = 1 / (2 * smoothness) if step is None else step
             if step is None and length > 0:
                 eta = min(eta, accuracy / (smoothness * length))
             previous, x = x, x - eta * v
             yield x
-            v = v + oracle.pair(x, previous, oracle.draw(size))
 
 
 def hybrid_sarah(

@@ -202,3 +202,18 @@ def test_verify_needs_a_step():
         verify(storm_plus().init(PARAMS))
     with pytest.raises(ValueError, match="no StormState in ScaleByAdamState"):
         verify(optax.scale_by_adam().init(PARAMS))
+
+
+@pytest.mark.parametrize("how", ["clip", "sign", "turned around"])
+def test_verify_is_not_fooled_by_equal_norms(how):
+    # Clipped or signed, two gradients have one norm; and -g has that of g.
+    params = {"w": jnp.array([1.0, 2.0, -3.0])}
+    transform = {"clip": optax.clip_by_global_norm(0.1), "sign": optax.scale_by_sign()}.get(how)
+    tx = storm_plus(gradient_transform=transform)
+    first = {"w": jnp.array([3.0, -1.0, 2.0])}
+    other = jax.tree.map(jnp.negative, first) if how == "turned around" else {"w": first["w"][::-1]}
+    _, state = tx.update(first, tx.init(params), params, grad_fn=lambda p: other)
+    with pytest.raises(RuntimeError, match="differ at one point"):
+        verify(state)
+    _, state = tx.update(first, tx.init(params), params, grad_fn=lambda p: first)
+    verify(state)

@@ -322,3 +322,27 @@ def test_arguments_are_checked(kwargs, error, message):
 def test_storm_constants_are_checked():
     with pytest.raises(ValueError, match="w must be a positive finite number, got 0"):
         storm(w=0)
+
+
+def test_numpy_numbers_and_callable_masks():
+    # An Equinox module of booleans is a tree, though it can be called.
+    @jax.tree_util.register_pytree_node_class
+    class Module(dict):
+        def tree_flatten(self):
+            return list(self.values()), tuple(self)
+
+        @classmethod
+        def tree_unflatten(cls, names, leaves):
+            return cls(zip(names, leaves))
+
+        def __call__(self, x):
+            raise AssertionError("a mask is not called")
+
+    params = Module(a=jnp.ones(2), b=jnp.ones(3))
+    mask = jax.tree.map(lambda leaf: np.bool_(leaf.size == 3), params)
+    tx = storm_plus(np.float32(0.1), mask=mask)
+    state = tx.init(params)
+    for _ in range(2):
+        updates, state = tx.update(params, state, params, grad_fn=lambda p: p)
+    assert (updates["a"] == 0).all()
+    assert (updates["b"] != 0).all()

@@ -164,6 +164,29 @@ def test_gradients_can_be_clipped_once_unscaled():
     assert run.opt.diagnostics()["grad_norm"] <= 0.05 * (1 + 1e-6)
 
 
+def test_processing_sees_finite_gradients_only():
+    run = Scaled(overflow=[(1, 0), (2, 1)], autocast=False)
+
+    def clip():
+        nn.utils.clip_grad_norm_(run.model.parameters(), 1.0, error_if_nonfinite=True)
+
+    for i in range(5):
+        run.step(i, process=clip)
+    assert run.opt.diagnostics()["step"] == 4  # one sample was dropped
+
+
+def test_scale_that_has_run_out_is_not_taken_for_finite():
+    run = Scaled(autocast=False)
+    run.step(0)
+    run.overflow = {(1, k) for k in range(2)}
+    run.scaler = torch.amp.GradScaler("cpu", init_scale=1e-45)
+    run.step(1)  # halved, the smallest number is zero
+    assert run.scaler.get_scale() == 0
+    run.step(1)
+    assert run.opt.diagnostics()["step"] == 1
+    assert all(torch.isfinite(p).all() for p in run.model.parameters())
+
+
 def test_hooks_fire_once_and_schedulers_do_not_warn():
     run = Scaled()
     fired = []

@@ -148,6 +148,98 @@ def test_first_evaluation_that_fails_leaves_the_statistics_alone():
     assert model[1].num_batches_tracked == 3
 
 
+@pytest.mark.parametrize("at", [0, 2])  # the very first sample, and one with two evaluations
+@pytest.mark.parametrize("way", ["closure", "context", "halves"])
+def test_sample_that_is_not_finite_is_not_seen_by_the_statistics(way, at):
+    model = network()
+    opt = train(model, way, X[:at])
+    before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    bad = X[at].clone()
+    bad[0, 0] = float("nan")
+
+    def bad_sample():
+        if way == "closure":
+            opt.step(same_sample(opt, model)(lambda: backward(model, opt, bad)))
+        else:
+            with same_sample(opt, model):
+                backward(model, opt, bad)
+                opt.move() if opt.started else opt.estimate()
+
+    with pytest.raises(FloatingPointError, match="nothing has moved"):
+        bad_sample()
+    for name, buffer in model.named_buffers():
+        assert torch.equal(buffer, before[name]), name
+
+
+@pytest.mark.parametrize("way", ["closure", "same context", "new context"])
+def test_second_evaluation_tried_again_is_the_same_sample(way):
+    # An inf in the second evaluation: statistics and masks are those of one clean evaluation.
+    model, expected = network(), network()
+    opt = train(model, "closure", X[:3])
+    train(expected, "closure", X[:4])
+    torch.manual_seed(3)
+    calls = []
+
+    def evaluate():
+        calls.append(None)
+        opt.zero_grad()
+        loss = torch.log1p(model(X[3]).square()).mean()
+        (loss * (float("inf") if len(calls) == 2 else 1)).backward()
+        return loss
+
+    def complete():
+        evaluate()
+        opt.estimate()
+
+    if way == "closure":
+        with pytest.raises(FloatingPointError):
+            opt.step(same_sample(opt, model)(evaluate))
+    else:
+        with same_sample(opt, model):
+            evaluate()
+            opt.move()
+            evaluate()
+            with pytest.raises(FloatingPointError, match="pending"):
+                opt.estimate()
+            if way == "same context":
+                complete()
+    if way != "same context":
+        torch.rand(5)  # the stream goes on elsewhere meanwhile
+        with same_sample(opt, model):
+            complete()
+    for (name, a), b in zip(model.state_dict().items(), expected.state_dict().values()):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+
+
+def test_expanded_and_missing_buffers():
+    class Positions(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(6, 1)
+            self.register_buffer("ids", torch.arange(6.0).expand(16, 6))
+            self.register_buffer("seen", None)
+
+        def forward(self, x):
+            self.seen = torch.ones(()) if self.seen is None else self.seen + 1
+            return self.linear(x + self.ids)
+
+    model = Positions()
+    train(model, "closure", X[:5])
+    assert model.seen == 5
+
+
+def test_halves_begun_outside_are_not_rewound():
+    p = nn.Parameter(torch.ones(2))
+    opt = StormPlus([p])
+    p.grad = torch.ones(2)
+    opt.estimate()
+    opt.move()
+    before = torch.get_rng_state()
+    with same_sample(opt):
+        assert torch.equal(torch.get_rng_state(), before)
+        opt.estimate()
+
+
 def test_no_model_means_random_numbers_only():
     p, drawn = nn.Parameter(torch.ones(2)), []
     opt = StormPlus([p])

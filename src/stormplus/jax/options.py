@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypeAlias
 
 import jax
@@ -67,11 +68,8 @@ class Options:
         wide = [x_i.astype(estimator_dtype(x_i)) for x_i in x]
         return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in wide]
 
-    def gradient(
-        self, layout: Layout, tree: PyTree, x: list[jax.Array], source: str
-    ) -> list[jax.Array]:
-        """The gradient at x of the objective, from what the user's function returned."""
-        g = layout.gradient(tree, source)
+    def gradient(self, layout: Layout, g: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
+        """The gradient at x of the objective, from g, what the user's function returned."""
         if self.gradient_transform is not None:
             g = self._transformed(layout, g, x)
         if self.maximize:
@@ -99,7 +97,7 @@ class Options:
 def _check_number(name: str, value: Any, hint: str) -> None:
     if isinstance(value, jax.Array):
         return
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} must be a number, got {value!r}; {hint}")
-    if not 0 <= value < math.inf:
+    if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must be finite and not negative, got {value!r}; {hint}")

@@ -37,8 +37,8 @@ class StormState(NamedTuple):
         skipped: Calls without effect, because the first gradient was not finite.
         restarts: Moves after which the gradient was not finite, so that the estimator
             starts anew at the next call.
-        mismatch: At the last start, the relative difference between |grad_fn(x)|^2 and
-            |.|^2 of the gradient handed over; see `verify`.
+        mismatch: At the last start, the distance between grad_fn(x) and the gradient handed
+            over, relative to the latter; see `verify`.
         gain: a_{t+1}. This and the next three have shape () with scope "global", else one
             entry a leaf or group.
         step_size: eta_t.
@@ -99,7 +99,8 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
             raise TypeError(_HOW_TO_CALL.format(params=_given(params), grad_fn=_given(grad_fn)))
         layout = options.layout(params)
         x, d = layout.x, layout.estimator(state.estimator)
-        g_tilde = options.gradient(layout, updates, x, "the first argument of update()")
+        handed_over = layout.gradient(updates, "the first argument of update()")
+        g_tilde = options.gradient(layout, handed_over, x)
 
         # Beyond the paper: gradients that are not finite, or too large for the sums' dtype.
         # The first one: nothing happens. The second: the move stands, for it depends on no
@@ -119,9 +120,10 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
         )
         moved = optax.apply_updates(params, move)  # Alg. 1, line 4
         x_new = layout.select(jax.tree.leaves(moved))
-        g = options.gradient(layout, grad_fn(moved), x_new, "what grad_fn returns")  # line 5
+        returned = layout.gradient(grad_fn(moved), "what grad_fn returns")
+        g = options.gradient(layout, returned, x_new)  # Alg. 1, line 5
         d_new = [
-            _finite(g_i + (1 - a_i) * (d_i - g_tilde_i))  # Alg. 1, line 6
+            g_i + (1 - a_i) * (d_i - g_tilde_i)  # Alg. 1, line 6
             for g_i, a_i, d_i, g_tilde_i in zip(g, layout.each(a), d, g_tilde)
         ]
         d_new = [jnp.where(first, new, old) for new, old in zip(d_new, d)]
@@ -137,19 +139,25 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
         def kept(new: Any, old: jax.Array) -> jax.Array:
             return jnp.where(accepted, new, old).astype(old.dtype)
 
-        mismatch = jnp.abs(1 - _ratio(g_sq.sum(), g_tilde_sq.sum()))
+        def difference() -> jax.Array:
+            """At a start both were taken at one point, and must be one gradient."""
+            apart = [new - old for new, old in zip(returned, handed_over)]
+            off, size = (layout.square_norm(v, "raw").sum() for v in (apart, handed_over))
+            return jnp.sqrt(off / jnp.where(size == 0, 1, size)).astype(state.mismatch.dtype)
+
+        mismatch = jax.lax.cond(state.started, lambda: state.mismatch, difference)
         return move, StormState(
             step=state.step + accepted,
             moves=state.moves + (first & state.started),
             started=jnp.where(first, second, state.started),
             skipped=state.skipped + ~first,
             restarts=state.restarts + (first & ~second),
-            mismatch=jnp.where(state.started, state.mismatch, kept(mismatch, state.mismatch)),
+            mismatch=kept(mismatch, state.mismatch),
             gain=kept(a_new, state.gain),
             step_size=kept(eta_new, state.step_size),
             sum_g_sq=jax.tree.map(kept, sums_new.sum_g_sq, state.sum_g_sq),
             sum_d_sq_over_a=jax.tree.map(kept, sums_new.sum_d_sq_over_a, state.sum_d_sq_over_a),
-            estimator=layout.with_holes(d_new),
+            estimator=layout.with_holes([_finite(d_i) for d_i in d_new]),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -165,7 +173,7 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
 
     Args:
         state: The optimizer's state, also inside the state of a chain or a wrapper.
-        rtol: The relative difference of |.|^2 allowed for rounding.
+        rtol: The relative difference allowed for rounding.
 
     Raises:
         ValueError: There is no `StormState` in `state`, or no step has been made.
@@ -182,7 +190,7 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
         mismatch = float(jnp.max(storm_state.mismatch))
         if mismatch > rtol:
             raise RuntimeError(
-                f"grad_fn and the gradient handed to update() differ at one point: |.|^2 by "
+                f"grad_fn and the gradient handed to update() differ at one point, by "
                 f"{mismatch:.2g} relatively. Both must be of one sample (close over the batch and "
                 "the key), and nothing may process one of them alone: use gradient_transform= "
                 "for clipping, accumulate() for micro-batches"
@@ -211,9 +219,3 @@ def _finite(leaf: jax.Array) -> jax.Array:
 def _all_finite(tree: PyTree) -> jax.Array:
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack(leaves).all()
-
-
-def _ratio(numerator: jax.Array, denominator: jax.Array) -> jax.Array:
-    """Their ratio; 1 for 0 / 0."""
-    both_zero = (numerator == 0) & (denominator == 0)
-    return jnp.where(both_zero, 1, numerator / jnp.where(denominator == 0, 1, denominator))

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped, unused-ignore]
 
 PyTree: TypeAlias = Any
@@ -52,7 +53,7 @@ class Layout:
         if mask is not None:
             self.kept = per_leaf("mask", mask, params)
         for kept in self.kept:
-            if not isinstance(kept, bool):
+            if not isinstance(kept, (bool, np.bool_)):
                 raise TypeError(f"mask must have True and False as leaves, got {kept!r}")
         self.x = self.select(self.leaves)
         self.names = self.select([jax.tree_util.keystr(path) for path, _ in paths])
@@ -157,7 +158,10 @@ def per_leaf(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
     """One value a leaf of `params`, from a prefix of their tree or a function of them."""
     if not jax.tree.leaves(params):  # nothing to label, whatever tree the labels are for
         return []
-    tree = prefix(params) if callable(prefix) else prefix
+    # A tree may be callable itself: an Equinox module of booleans is.
+    structure: Any = jax.tree.structure(prefix)
+    is_tree = not callable(prefix) or structure == jax.tree.structure(params)
+    tree = prefix if is_tree else prefix(params)
     try:
         return jax.tree.leaves(jax.tree.broadcast(tree, params))
     except ValueError as error:

@@ -63,7 +63,8 @@ class Observer:
 
     Args:
         full_grad: The exact gradient: `full_grad(x)` for `minimize`; for torch
-            `full_grad()`, which returns one tensor a parameter. Its cost is the caller's.
+            `full_grad()`, which returns one tensor a parameter (None for a frozen one), of the
+            loss: weight decay and the sign of `maximize` are added. Its cost is the caller's.
         memory: How many steps the running means look back.
         every: Keep one row in so many steps. Running means see every step all the same.
         writer: A TensorBoard `SummaryWriter`; gets each row that is kept.
@@ -156,10 +157,8 @@ class Observer:
                 "two_sample_sq": _square(g_old - g_tilde),
             }
         self._previous = (x, g, d)
-        row = {
-            name: float(np.mean(result[name]))
-            for name in ("gain", "step_size", "grad_norm", "estimator_norm")
-        }
+        row = {name: float(np.mean(result[name])) for name in ("gain", "step_size")}
+        row |= {"grad_norm": _square(g) ** 0.5, "estimator_norm": _square(d) ** 0.5}
         if self.full_grad is not None and self.due(result.nit):
             g_bar = _flat(self.full_grad(result.x))
             row |= {"true_error_sq": _square(d - g_bar), "true_noise_sq": _square(g - g_bar)}

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from stormplus.theory.observer import Attachment, Observer
 
+Vectors = dict[Tensor, Tensor]  # by parameter
+
 
 class TorchAttachment(Attachment):
     """An observer attached to one optimizer."""
@@ -29,27 +31,25 @@ class TorchAttachment(Attachment):
         self.observer, self.optimizer = observer, optimizer
         self._move: Callable[[], None] = optimizer._move
         self._estimate: Callable[[], None] = optimizer._estimate
-        self._g: list[Tensor] | None = None
-        self._half: tuple[list[Tensor], dict[str, float]] | None = None
+        self._g: Vectors = {}
+        self._half: tuple[Vectors, dict[str, float]] | None = None
         optimizer._move, optimizer._estimate = self._around_move, self._around_estimate
 
     def close(self) -> None:
         """Stop watching: the optimizer is as it was."""
         vars(self.optimizer).pop("_move", None)
         vars(self.optimizer).pop("_estimate", None)
-        self._g = self._half = None
+        self._g, self._half = {}, None
 
     @torch.no_grad()
     def _around_move(self) -> None:
         g_tilde, d = self._gradients(), self._estimators()
-        pair = {"innovation_sq": _square(d, g_tilde)}
-        if self._g is not None:
-            pair["two_sample_sq"] = _square(self._g, g_tilde)
-        self._g = None
-        before = [p.detach().clone() for p in self._parameters()]
+        before = {p: p.detach().clone() for p in d}
+        pair = {"innovation_sq": _square(d, g_tilde), "two_sample_sq": _square(self._g, g_tilde)}
+        known, self._g = bool(self._g), {}
         self._move()
-        pair["move_sq"] = _square([p.detach() for p in self._parameters()], before)
-        self._half = (g_tilde, pair)
+        pair["move_sq"] = _square({p: p.detach() for p in before}, before)
+        self._half = (g_tilde, pair) if known else None
 
     @torch.no_grad()
     def _around_estimate(self) -> None:
@@ -59,47 +59,41 @@ class TorchAttachment(Attachment):
         self._estimate()
         half, self._half, self._g = self._half, None, g
         seen = self.optimizer.diagnostics()
-        row = {
-            name: float(seen[name])
-            for name in ("gain", "step_size", "grad_norm", "estimator_norm")
-            if name in seen
-        }
+        names = ("gain", "step_size", "grad_norm", "estimator_norm")
+        row = {name: float(seen[name]) for name in names}
         step = int(seen["step"])
         if self.observer.full_grad is not None and self.observer.due(step):
             with torch.enable_grad():
-                g_bar = [t.detach() for t in self.observer.full_grad()]
+                g_bar = self._gradients(list(self.observer.full_grad()))
             row["true_error_sq"] = _square(self._estimators(), g_bar)
             row["true_noise_sq"] = _square(g, g_bar)
-        pair = None
-        if half is not None and "two_sample_sq" in half[1]:
-            pair = half[1] | {"drift_sq": _square(g, half[0])}
+        pair = None if half is None else half[1] | {"drift_sq": _square(g, half[0])}
         self.observer.record(step, row, pair)
 
-    def _parameters(self) -> list[Tensor]:
-        groups = self.optimizer.param_groups
-        return [p for group in groups for p in group["params"] if p.requires_grad]
+    def _gradients(self, given: list[Tensor | None] | None = None) -> Vectors:
+        """Gradients as the optimizer sees them: L2 decay and the sign are in.
 
-    def _gradients(self) -> list[Tensor]:
-        """Copies of the gradients as the optimizer sees them.
-
-        L2 decay and the sign are in; a missing gradient is zero.
+        Those of `.grad`, or those given, one a parameter. A parameter without one, or
+        frozen, is left out, and so takes no part in a comparison.
         """
-        found: list[Tensor] = []
-        for group in self.optimizer.param_groups:
-            sign = -1.0 if group["maximize"] else 1.0
-            decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
-            for p in group["params"]:
-                if p.requires_grad:
-                    g = torch.zeros_like(p) if p.grad is None else sign * p.grad.detach()
-                    found.append(g + decay * p.detach())
+        found: Vectors = {}
+        params = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for _, p in params] if given is None else given
+        for (group, p), g in zip(params, gradients, strict=True):
+            if p.requires_grad and g is not None:
+                sign = -1.0 if group["maximize"] else 1.0
+                decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
+                found[p] = sign * g.detach() + decay * p.detach()
         return found
 
-    def _estimators(self) -> list[Tensor]:
-        states = [(p, self.optimizer.state[p]) for p in self._parameters()]
-        return [s["estimator"] if s["joined"] else torch.zeros_like(p) for p, s in states]
+    def _estimators(self) -> Vectors:
+        params = (p for group in self.optimizer.param_groups for p in group["params"])
+        states = [(p, self.optimizer.state[p]) for p in params]
+        return {p: s["estimator"] for p, s in states if s["joined"] == 1 and p.requires_grad}
 
 
-def _square(left: list[Tensor], right: list[Tensor]) -> float:
-    """|left - right|^2, summed in float64 over all tensors; one wait for the device."""
-    norms = [torch.linalg.vector_norm(a - b, dtype=torch.float64) for a, b in zip(left, right)]
-    return float(torch.stack(norms).square().sum())
+def _square(left: Vectors, right: Vectors) -> float:
+    """|left - right|^2 over the parameters that both have, in float64; waits once."""
+    both = [p for p in left if p in right]
+    norms = [torch.linalg.vector_norm(left[p] - right[p], dtype=torch.float64) for p in both]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0

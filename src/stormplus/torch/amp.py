@@ -35,7 +35,8 @@ def scaled_step(
         closure: Zeroes the gradients, computes the loss, calls backward on the scaled
             loss, returns the loss.
         model: The module with running statistics, as for `same_sample`.
-        process: Called when the gradients have been unscaled, to clip them for example.
+        process: Called when the gradients have been unscaled and are finite, to clip them for
+            example.
         retries: How often the second evaluation may overflow.
 
     Returns:
@@ -52,10 +53,11 @@ def scaled_step(
         loss = torch.enable_grad()(closure)()
         before = scaler.get_scale()
         scaler.unscale_(opt)
-        if process is not None:
-            process()
         scaler.update()
-        return loss, scaler.get_scale() >= before  # it falls if and only if there was an inf
+        finite = before <= scaler.get_scale() and scaler.get_scale() > 0  # an inf lowers it
+        if finite and process is not None:
+            process()
+        return loss, finite
 
     with same_sample(opt, model) as sample:
         loss, finite = evaluate()

@@ -73,8 +73,7 @@ class UniformIterate:
         kept = state_dict["kept"]
         if [t.shape for t in kept] != [t.shape for t in self._kept]:
             raise ValueError("the saved iterate has other shapes than this model")
-        for mine, saved in zip(self._kept, kept):
-            mine.copy_(saved)
+        self._kept = [saved.to(mine, copy=True) for mine, saved in zip(self._kept, kept)]
         self.seed, self.count = state_dict["seed"], state_dict["count"]
         self.chosen = state_dict["chosen"]
         self._generator.set_state(state_dict["generator"].cpu())

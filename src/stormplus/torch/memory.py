@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from stormplus.rules import Rule
 from stormplus.torch import state as states
 from stormplus.torch.options import Options, check_group
-from stormplus.torch.same_sample import RandomStreams, same_sample
+from stormplus.torch.same_sample import RandomStreams, RunningStatistics, same_sample
 from stormplus.torch.sharding import check_whole
 
 START, READY, PENDING = 0, 1, 2
@@ -27,6 +27,7 @@ class RememberingOptimizer(Optimizer):
     def __init__(self, params: Any, options: Options, defaults: dict[str, Any]) -> None:
         self._options = options
         self._samples: list[same_sample] = []  # contexts around the present sample
+        self._statistics: RunningStatistics | None = None  # before its last evaluation
         super().__init__(params, defaults)
         if not any(group["params"] for group in self.param_groups):
             raise ValueError("the optimizer got parameter groups with no parameter in them")
@@ -143,5 +144,5 @@ class RememberingOptimizer(Optimizer):
         return RandomStreams(devices, self._options.generators)
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {"rule": self.rule, "_options": self._options, "_samples": []}
+        own = {"rule": self.rule, "_options": self._options, "_samples": [], "_statistics": None}
         return super().__getstate__() | own

@@ -172,11 +172,14 @@ class StormOptimizer(RememberingOptimizer):
             parts = [part for batch in work.known.values() for part in batch.probes()]
             probe = collect([parts], work.process_groups, self._home["step"])
             if not bool(torch.isfinite(probe).all()):  # waits for the device
+                self._put_statistics_back()
                 raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[True]}")
         self._home["phase"] = START  # a pass that is interrupted leaves no estimator
         for batch in work.known.values():
             batch.kernels.move(batch)  # Alg. 1, line 4, and the bracket of line 6
         self._advance(PENDING)
+        if not self._samples:  # nobody knows where this sample's random streams began
+            self._home["rng"] = torch.zeros_like(self._home["rng"])
         for sample in self._samples:
             sample.rewind()
 
@@ -203,6 +206,9 @@ class StormOptimizer(RememberingOptimizer):
             for batch in () if first else work.known.values():
                 undo_estimate(batch)
             self._home["phase"] = phase
+            self._put_statistics_back()
+            for sample in () if first else self._samples:
+                sample.rewind()  # for another try
             raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[first]}")
         used = finite
         if not all(work.active):
@@ -211,6 +217,7 @@ class StormOptimizer(RememberingOptimizer):
         for state in work.newcomers:
             state["joined"] = JOINED
         self._advance(READY)
+        self._statistics = None
         self._opt_called = True  # what lr_scheduler looks for before it warns
 
     def _next_scalars(self, squares: Tensor, work: Work) -> dict[str, Tensor]:
@@ -229,6 +236,14 @@ class StormOptimizer(RememberingOptimizer):
             "grad_norm_sq": g_sq,
             "estimator_norm_sq": d_sq,
         }
+
+    def _put_statistics_back(self) -> None:
+        """A sample that is not finite has not been seen by running statistics either."""
+        for sample in self._samples:
+            sample.put_back()
+        if self._statistics is not None:
+            self._statistics.put_back()
+            self._statistics = None
 
     def _run_hooks(self, *hooks: dict[int, Callable[..., Any]]) -> None:
         for hook in chain.from_iterable(table.values() for table in hooks):

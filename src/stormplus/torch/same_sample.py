@@ -62,17 +62,22 @@ class RunningStatistics:
     def __init__(self, model: nn.Module | None) -> None:
         modules = [] if model is None else model.modules()
         self._saved = [
-            (module._buffers, name, buffer, buffer.detach().clone())
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in modules
             for name, buffer in module._buffers.items()
-            if buffer is not None
         ]
 
     @torch.no_grad()
     def put_back(self) -> None:
         for buffers, name, buffer, value in self._saved:
-            buffer.copy_(value)
+            # An expanded buffer shares memory between its elements: nobody can have written it.
+            if buffer is not None and value is not None and not _expanded(buffer):
+                buffer.copy_(value)
             buffers[name] = buffer  # a module may have put another tensor in its place
+
+
+def _expanded(t: Tensor) -> bool:
+    return any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape))
 
 
 class same_sample:
@@ -86,7 +91,7 @@ class same_sample:
     has been drawn):
 
         with same_sample(opt, model):
-            if opt.started:
+            if opt.started and not opt.pending:
                 backward()
                 opt.move()
             backward()
@@ -94,7 +99,8 @@ class same_sample:
 
     After the first evaluation all buffers of the model are put back, so that the second
     one, at the new point, is the one that counts; modules are neither frozen nor switched
-    to eval. If the optimizer was loaded from a checkpoint made between the two
+    to eval. An evaluation that fails, or is not finite, leaves them as they were. If the
+    optimizer was loaded from a checkpoint made between the two
     evaluations, the random streams start where that sample's did.
 
     Args:
@@ -107,19 +113,26 @@ class same_sample:
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            if not self._opt.started or self._opt.pending:
-                return closure()
             statistics = RunningStatistics(self._model)
+            counts = not self._opt.started or self._opt.pending  # the sample's last evaluation
             try:
-                return closure()
+                loss = closure()
+            except BaseException:
+                counts = False
+                raise
             finally:
-                statistics.put_back()
+                if counts:
+                    self._opt._statistics = statistics  # put back if the estimate fails
+                else:
+                    statistics.put_back()
+            return loss
 
         return evaluate
 
     def __enter__(self) -> Self:
         self._entry = self._streams = self._opt._random_streams()
-        if self._opt.pending and self._opt._options.replay:
+        replay = self._opt._options.replay and bool(self._opt._home["rng"].any())
+        if self._opt.pending and replay:
             self._streams = self._opt._random_streams()
             self._streams.unpack(self._opt._home["rng"])
             self._streams.rewind()
@@ -136,6 +149,8 @@ class same_sample:
         traceback: TracebackType | None,
     ) -> None:
         self._opt._samples.remove(self)
+        if kind is not None:
+            self.put_back()
 
     def rewind(self) -> None:
         """Back to where the sample began; `opt.move()` calls it inside the context."""

@@ -146,6 +146,11 @@ def check_loadable(state_dict: dict[str, Any], own: dict[str, Any], name: str) -
             f"the state has format {saved['format']}, this version of stormplus reads "
             f"{FORMAT}: load it with the version that saved it"
         )
+    if bool((saved["step"] > 0).any()) and saved["grad_evaluations"] == 0:
+        raise ValueError(
+            "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
+            "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"
+        )
     for key, words in CODES.items():
         if saved[key] != own[key]:
             raise ValueError(
