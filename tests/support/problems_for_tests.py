@@ -50,3 +50,14 @@ class Network:
     def run(self, opt, params, samples=None, **options):
         for xi in self.samples if samples is None else samples:
             opt.step(self.closure(opt, params, xi, **options))
+
+
+def made(cls, samples=10, **options):
+    problem = Network(samples=samples)
+    params = problem.parameters()
+    return problem, params, cls(params, **options)
+
+
+def backward(problem, opt, params, xi):
+    opt.zero_grad()
+    problem.loss(params, xi).backward()

@@ -6,7 +6,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from problems_for_tests import Network
+from problems_for_tests import backward, made
 from torch import nn
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -16,18 +16,6 @@ from torch.optim.optimizer import (
 from stormplus import Storm, StormPlus
 from stormplus.torch.kernels import Plain
 from stormplus.torch.optimizer import StormOptimizer
-
-
-def made(samples=10, **options):
-    problem = Network(samples=samples)
-    params = problem.parameters()
-    return problem, params, StormPlus(params, **options)
-
-
-def backward(problem, opt, params, xi):
-    opt.zero_grad()
-    problem.loss(params, xi).backward()
-
 
 P = [nn.Parameter(torch.ones(2))]
 
@@ -63,7 +51,7 @@ def test_bad_arguments(options, error, message):
 
 
 def test_refused_group_leaves_no_trace():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     problem.run(opt, params, problem.samples[:2])
     with pytest.raises(ValueError, match="got -1"):
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], "lr": -1.0})
@@ -77,14 +65,14 @@ def test_numpy_numbers_are_numbers():
 
 
 def test_closure_without_backward_is_refused():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     with pytest.raises(RuntimeError, match="no parameter has a gradient"):
         opt.step(lambda: problem.loss(params, problem.samples[0]))
     assert not opt.started
 
 
 def test_global_hooks_fire_for_the_halves_too():
-    problem, params, opt = made(samples=3)
+    problem, params, opt = made(StormPlus, samples=3)
     fired = []
     handles = [
         register_optimizer_step_pre_hook(lambda *_: fired.append("pre")),
@@ -106,7 +94,7 @@ def test_global_hooks_fire_for_the_halves_too():
 @pytest.mark.parametrize("half", ["move", "estimate"])
 def test_interrupted_pass_leaves_an_optimizer_that_starts_anew(half, monkeypatch):
     # Ctrl-C between two batches of a pass: d is half of one thing and half of another.
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     opt = StormPlus([{"params": params[:1]}, {"params": params[1:]}])
     problem.run(opt, params, problem.samples[:3])
     real, calls = getattr(Plain, half), []
@@ -156,7 +144,7 @@ def test_storm_constants(name):
 
 
 def test_diagnostics_are_plain_floats():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     problem.run(opt, params)
     numbers = opt.diagnostics()
     assert set(numbers) == {
@@ -169,7 +157,7 @@ def test_diagnostics_are_plain_floats():
 
 
 def test_diagnostics_of_scopes_are_totals_with_extremes():
-    problem, params, opt = made(scope="tensor")
+    problem, params, opt = made(StormPlus, scope="tensor")
     problem.run(opt, params)
     numbers = opt.diagnostics()
     each = [float(p.grad.square().sum()) for p in params]
@@ -198,6 +186,6 @@ def test_copies_carry_rule_and_options(make_copy):
 
 
 def test_repr_has_groups_and_no_tensors():
-    _, _, opt = made()
+    _, _, opt = made(StormPlus)
     assert "StormPlus" in repr(opt)
     assert "lr: 1.0" in repr(opt)

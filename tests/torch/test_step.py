@@ -4,22 +4,11 @@ import warnings
 
 import pytest
 import torch
-from problems_for_tests import Network
+from problems_for_tests import backward, made
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus
 
 CLASSES = [StormPlus, SimplifiedStormPlus, Storm]
-
-
-def made(cls=StormPlus, samples=10, **options):
-    problem = Network(samples=samples)
-    params = problem.parameters()
-    return problem, params, cls(params, **options)
-
-
-def backward(problem, opt, params, xi):
-    opt.zero_grad()
-    problem.loss(params, xi).backward()
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -36,7 +25,7 @@ def test_closure_is_called_once_then_twice(cls):
 
 
 def test_step_returns_the_loss_of_the_first_evaluation():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     for xi in problem.samples[:5]:
         with torch.no_grad():
             before = problem.loss(params, xi)
@@ -44,7 +33,7 @@ def test_step_returns_the_loss_of_the_first_evaluation():
 
 
 def test_step_works_under_no_grad():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     with torch.no_grad():
         problem.run(opt, params)
     assert opt.diagnostics()["step"] == 10
@@ -60,7 +49,7 @@ def test_missing_closure_shows_the_lines_to_write(cls):
 
 
 def test_wrong_order_raises_and_changes_nothing():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     xi = problem.samples[0]
     backward(problem, opt, params, xi)
     with pytest.raises(RuntimeError, match=r"opt.started is False\) call only estimate"):
@@ -98,7 +87,7 @@ def failing(closure, when):
 
 
 def test_closure_that_raises_first_leaves_everything_as_it_was():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     twin_params = problem.parameters()
     twin = StormPlus(twin_params)
     for i, xi in enumerate(problem.samples):
@@ -112,7 +101,7 @@ def test_closure_that_raises_first_leaves_everything_as_it_was():
 
 
 def test_closure_that_raises_second_leaves_a_pending_pair_that_estimate_completes():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     twin_params = problem.parameters()
     twin = StormPlus(twin_params)
     for i, xi in enumerate(problem.samples):
@@ -131,7 +120,7 @@ def test_closure_that_raises_second_leaves_a_pending_pair_that_estimate_complete
 
 
 def test_step_after_a_lost_pair_restarts_with_one_evaluation_and_keeps_the_sums():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     problem.run(opt, params, problem.samples[:4])
     with pytest.raises(Boom):
         opt.step(failing(problem.closure(opt, params, problem.samples[4]), when=2))
@@ -150,7 +139,7 @@ def test_step_after_a_lost_pair_restarts_with_one_evaluation_and_keeps_the_sums(
 
 
 def test_restart_at_will():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     problem.run(opt, params, problem.samples[:3])
     opt.restart()
     assert not opt.started
@@ -165,7 +154,7 @@ def test_restart_at_will():
 
 @pytest.mark.parametrize("by_hand", [False, True])
 def test_step_hooks_fire_once_a_pair(by_hand):
-    problem, params, opt = made(samples=5)
+    problem, params, opt = made(StormPlus, samples=5)
     fired = []
     opt.register_step_pre_hook(lambda *_: fired.append("pre"))
     opt.register_step_post_hook(lambda *_: fired.append("post"))
@@ -205,7 +194,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("by_hand", [False, True])
 @pytest.mark.parametrize("name", SCHEDULERS)
 def test_any_scheduler_and_no_false_warning(name, by_hand):
-    problem, params, opt = made(samples=8)
+    problem, params, opt = made(StormPlus, samples=8)
     schedule = SCHEDULERS[name](opt)
     rates = []
     with warnings.catch_warnings():
@@ -225,7 +214,7 @@ def test_any_scheduler_and_no_false_warning(name, by_hand):
 
 
 def test_reduce_on_plateau():
-    problem, params, opt = made()
+    problem, params, opt = made(StormPlus)
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(opt, patience=0)
     problem.run(opt, params)
     for _ in range(3):
@@ -235,6 +224,6 @@ def test_reduce_on_plateau():
 
 def test_one_cycle_needs_cycle_momentum_false():
     # torch refuses it: the gain is not a momentum that a scheduler may set
-    _, _, opt = made()
+    _, _, opt = made(StormPlus)
     with pytest.raises(ValueError, match="momentum"):
         torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1.0, total_steps=20)
