@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 
 import torch
-from resnet import resnet34
+from benchmark_utils.resnet import resnet34
 from torch import Tensor, nn
 
 from stormplus import StormPlus

@@ -45,12 +45,3 @@ def test_checkpoint_resumes(tmp_path):
     again = run("checkpoint.py", "--samples", 12, "--out", tmp_path / "b")
     assert "starting from sample 12" in again
     assert whole.splitlines()[-1] == again.splitlines()[-1]
-
-
-def test_demo_ends_with_tables_and_a_figure(tmp_path):
-    out = run("demo.py", "--evaluations", 60, "--out", tmp_path)
-    for method in ("STORM+", "SGD", "Adam", "AdaGrad"):
-        assert out.count(f"│ {method} ") == 2
-    figure = tmp_path / "demo.png"
-    assert f"figure: {figure}" in out
-    assert figure.read_bytes().startswith(b"\x89PNG")

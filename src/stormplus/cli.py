@@ -13,7 +13,12 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit("the command line needs click: pip install 'stormplus[demo]'") from error
 
 COMMANDS = {
+    "bench-step": ("stormplus.bench.step_command:bench_step", "Time the optimizer's own work."),
+    "compare": ("stormplus.bench.compare_command:compare", "Train workloads with every method."),
+    "data": ("stormplus.bench.data_command:data", "Fetch the data sets, with checksums."),
+    "paper": ("stormplus.bench.paper_command:paper", "The paper's experiment, at your scale."),
     "rates": ("stormplus.rates.command:rates", "The paper's rates, measured."),
+    "report": ("stormplus.bench.report_command:report", "One page with every picture and score."),
 }
 
 
@@ -28,7 +33,7 @@ class _LazyGroup(click.Group):
         try:
             command = getattr(import_module(module), attribute)
         except ImportError as error:
-            raise click.ClickException(f"{error}: pip install 'stormplus[demo]'") from error
+            raise click.ClickException(f"{error}: pip install 'stormplus[bench]'") from error
         assert isinstance(command, click.Command)
         return command
 

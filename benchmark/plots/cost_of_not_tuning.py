@@ -1,0 +1,43 @@
+from typing import Any
+
+import numpy as np
+from benchopt import BasePlot
+
+from stormplus.bench import rows, scores
+from stormplus.bench.figures import per_cent
+from stormplus.bench.style import style_of
+
+MEAN = "mean over workloads"
+
+
+class Plot(BasePlot):
+    """What a default leaves on the table, in per cent of the possible decrease."""
+
+    name = "Cost of not tuning"
+    type = "bar_chart"
+    options = {
+        "workload": lambda df: [MEAN, *sorted(df["objective_workload"].unique().tolist())],
+    }
+
+    def plot(self, df: Any, workload: str) -> list[dict[str, Any]]:
+        cost = scores.cost_of_not_tuning(rows.from_benchopt(df))
+        if workload == MEAN:
+            lost = scores.mean_lost(cost)
+        else:
+            lost = cost[cost["workload"] == workload].set_index("method")["lost"].sort_values()
+        return [
+            {
+                "y": [100 * min(float(value), 1.0)],  # divergence is as bad as no training
+                "text": per_cent(value),
+                "label": method,
+                "color": style_of(method).colour,
+            }
+            for method, value in lost.items()
+            if not np.isnan(value)
+        ]
+
+    def get_metadata(self, df: Any, workload: str) -> dict[str, Any]:
+        return {
+            "title": f"Cost of not tuning: {workload}",
+            "ylabel": "per cent of the possible decrease of the loss",
+        }

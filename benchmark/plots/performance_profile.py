@@ -1,0 +1,38 @@
+from typing import Any
+
+import numpy as np
+from benchopt import BasePlot
+
+from stormplus.bench import rows, scores
+from stormplus.bench.style import ordered, style_of
+
+
+class Plot(BasePlot):
+    """Share of the workloads whose target a method reaches within tau times the fastest."""
+
+    name = "Performance profile"
+    type = "scatter"
+    options = {"lr": ["default", "best"]}
+
+    def plot(self, df: Any, lr: str) -> list[dict[str, Any]]:
+        profile = scores.performance_profile(rows.from_benchopt(df), best_lr=lr == "best")
+        taus = profile.rho.columns.to_numpy()
+        return [
+            {
+                # A staircase: each level is kept until the next tau.
+                "x": np.repeat(taus, 2)[1:].tolist(),
+                "y": np.repeat(profile.rho.loc[method].to_numpy(), 2)[:-1].tolist(),
+                "label": f"{profile.scores[method]:.2f} {method}",
+                "color": style_of(method).colour,
+                "marker": style_of(method).marker,
+            }
+            for method in ordered(profile.rho.index)
+        ]
+
+    def get_metadata(self, df: Any, lr: str) -> dict[str, Any]:
+        return {
+            "title": f"each method at its {lr} learning rate; before the name: the score",
+            "xlabel": "times the gradient evaluations of the fastest method",
+            "ylabel": "share of the workloads",
+            "scale": "linear",
+        }

@@ -1,0 +1,18 @@
+from typing import Any
+
+from benchmark_utils.solver import TorchSolver
+from benchmark_utils.steppers import OneGradient
+from benchmark_utils.training import Training
+from torch.optim import SGD
+
+
+class Solver(TorchSolver):
+    """torch.optim.SGD."""
+
+    name = "sgd"
+    label = "SGD"
+    requirements = ["pip::stormplus[bench]"]
+    default_lr = 1e-3
+
+    def stepper(self, training: Training, lr: float) -> Any:
+        return OneGradient(SGD(training.model.parameters(), lr=lr))

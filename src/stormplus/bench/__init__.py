@@ -1,0 +1,1 @@
+"""The benchmark: workloads, their data, and the commands that run them."""

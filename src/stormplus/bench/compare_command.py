@@ -1,0 +1,100 @@
+"""`stormplus compare`: run a suite, then show a table and a picture."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+from rich.console import Console
+
+from stormplus.bench import rows
+from stormplus.bench.engine import RunsFailed, execute
+from stormplus.bench.plan import BadSuite, Plan, make_plan, read_suite, suites
+
+EXAMPLES = """\b
+Examples:
+  stormplus compare                         two embedded workloads, about a minute
+  stormplus compare --list                  the suites and what they hold
+  stormplus compare smooth --jobs 2         the whole tier of smooth problems
+  stormplus compare networks --dry-run      only the projected total
+  stormplus compare smooth --parallel-config benchmark/parallel/dask.yml
+
+Each finished run is a line in DIR/rows.jsonl. Interrupt at will: the same command goes on
+where it was left. `stormplus report DIR/rows.jsonl` makes the page."""
+
+
+@click.command(epilog=EXAMPLES)
+@click.argument("suite", default="quick")
+@click.option("--output", metavar="DIR", help="Where rows and pictures go.  [out/SUITE]")
+@click.option("--jobs", default=1, show_default=True, help="Runs side by side.")
+@click.option("--threads", default=1, show_default=True, help="Threads of each run.")
+@click.option(
+    "--parallel-config",
+    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    help="benchopt's file for Dask or SLURM.",
+)
+@click.option("--dry-run", is_flag=True, help="Print what would run and how long it would take.")
+@click.option("--list", "listing", is_flag=True, help="List the suites.")
+def compare(  # noqa: PLR0917
+    suite: str,
+    output: str | None,
+    jobs: int,
+    threads: int,
+    parallel_config: Path | None,
+    dry_run: bool,
+    listing: bool,
+) -> None:
+    """Train workloads with STORM+ and its rivals at equal gradient evaluations.
+
+    SUITE is the name of a suite (`--list`) or a benchopt run configuration of your own.
+    """
+    console = Console()
+    if listing:
+        for name, path in suites().items():
+            console.print(f"[bold]{name}[/]: {path.read_text().splitlines()[0].lstrip('# ')}")
+        return
+    folder = Path(output or f"out/{Path(suite).stem}")
+    journal = folder / "rows.jsonl"
+    try:
+        plan = make_plan(read_suite(suite), threads)
+        announce(plan, journal, jobs, console)
+        if dry_run:
+            return
+        if not plan.runs:
+            raise ValueError("nothing to run: see the reasons above")
+        execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
+    except KeyboardInterrupt:
+        console.print(f"\nstopped; what is done is in {journal}: the same command goes on")
+        raise SystemExit(130) from None
+    except (BadSuite, RunsFailed, ValueError, OSError, ModuleNotFoundError) as error:
+        raise click.ClickException(str(error)) from error
+    show(journal, plan, folder, console)
+
+
+def announce(plan: Plan, journal: Path, jobs: int, console: Console) -> None:
+    """Print what is skipped, how many runs there are, and the projected time."""
+    for what, reason in plan.skipped.items():
+        console.print(f"skipped {what}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    left = plan.left(rows.keys(journal))
+    minutes = plan.projected(left, jobs) / 60
+    console.print(
+        f"{len(plan.runs)} runs, {len(plan.runs) - len(left)} of them already in {journal}; "
+        f"projected: {minutes:.1f} minutes for the other {len(left)}, {jobs} at a time "
+        "(measuring comes on top)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def show(journal: Path, plan: Plan, folder: Path, console: Console) -> None:
+    """The final losses as a table, the curves as a picture."""
+    from stormplus.bench.figures import curves_grid
+    from stormplus.bench.summary import final_table
+
+    wanted = {run.workload for run in plan.runs}
+    frame = rows.load(journal)
+    frame = frame[frame["workload"].isin(wanted)]
+    console.print(final_table(frame))
+    picture = folder / "curves.png"
+    curves_grid(frame).savefig(picture, dpi=150)
+    console.print(f"figure: {picture}   rows: {journal}", highlight=False)

@@ -1,0 +1,146 @@
+"""`stormplus report`."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import click
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+from matplotlib.figure import Figure
+
+from stormplus.bench import drawing, figures, page, rows, scores, statements
+from stormplus.bench.svg import to_svg
+
+FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command(context_settings={"max_content_width": 96})
+@click.argument("files", metavar="ROWS...", nargs=-1, required=True, type=FILE)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default=Path("out/report"),
+    show_default=True,
+    help="The folder to write to; it is made if it is not there.",
+)
+@click.option("--readme", type=FILE, help="A Markdown file whose results section is replaced.")
+def report(files: tuple[Path, ...], output: Path, readme: Path | None) -> None:
+    r"""Turn the benchmark's rows into a page, pictures, a table and a summary.
+
+    ROWS are journals that the benchmark has written (rows.jsonl). Several are read as one: a
+    run in a later file replaces the same run (workload, method, lr, seed) of an earlier one.
+
+    \b
+    OUTPUT then has
+      index.html    the report, one file that opens without a network
+      figures/      each picture as SVG, the overviews as PNG too
+      table.csv     one line for each workload and method
+      results.md    what README says: where STORM+ wins, ties and loses
+
+    With --readme the same text replaces what stands between the lines
+    <!-- results:begin --> and <!-- results:end --> of that file.
+
+    \b
+    Examples
+      stormplus report benchmark/results/rows.jsonl
+      stormplus report rows.jsonl more.jsonl --output docs/benchmark --readme README.md
+
+    \b
+    Exit codes
+      0    all files were written
+      1    ROWS cannot be used (empty, damaged, another version), or README has no markers
+      2    the command was not called properly
+
+    A last line that is cut short, because the benchmark was stopped while it wrote, is left out
+    with a warning.
+    """
+    try:
+        frame = read(files)
+        if readme:
+            statements.replace_section(readme.read_text(encoding="utf-8"), "", str(readme))
+    except ValueError as error:
+        raise click.ClickException(str(error)) from error
+    summary = statements.summary(frame)
+    written = write(frame, summary, files, output, readme)
+    for text in statements.plain(summary.said):
+        click.echo(text)
+    click.echo("wrote " + ", ".join(str(path) for path in written))
+
+
+def read(files: tuple[Path, ...]) -> pd.DataFrame:
+    """The rows of all files; what is cut short is left out, with a warning."""
+    frame = rows.load_all(files, on_cut="drop")
+    for path in files:
+        if number := rows.cut_line(path):
+            click.echo(
+                f"Warning: {path}, line {number} is cut short and left out: the benchmark was "
+                "stopped while it wrote; continue it to have this run too",
+                err=True,
+            )
+    if frame.empty:
+        raise ValueError(f"{', '.join(map(str, files))}: no run in there yet; start the benchmark")
+    if not frame["default"].any():
+        raise ValueError(
+            f"{', '.join(map(str, files))}: no run is marked as its method's default, which the "
+            "report compares; run the benchmark with the default learning rates"
+        )
+    scores.defaults(frame)  # raises if there are two for one method
+    return frame
+
+
+def write(
+    frame: pd.DataFrame,
+    summary: statements.Summary,
+    files: tuple[Path, ...],
+    output: Path,
+    readme: Path | None,
+) -> list[Path]:
+    """Write everything; the README last, when nothing can go wrong any more."""
+    folder = output / "figures"
+    folder.mkdir(parents=True, exist_ok=True)
+    pictures = {}
+    for number, (name, (draw, overview)) in enumerate(_drawings(frame).items()):
+        figure = draw()
+        pictures[name] = to_svg(figure, f"f{number}")
+        file = folder / re.sub(r"[^\w.-]", "_", name)
+        file.with_name(f"{file.name}.svg").write_text(pictures[name], encoding="utf-8")
+        if overview:
+            figure.set_layout_engine("none")  # it is laid out already
+            figure.savefig(f"{file}.png", dpi=130, metadata={"Software": None})
+    (output / "index.html").write_text(page.build(frame, summary, pictures), encoding="utf-8")
+    scores.table(frame).to_csv(output / "table.csv", index=False)
+    command = f"stormplus report {' '.join(path.as_posix() for path in files)}"
+    command += f" --output {output.as_posix()}"
+    section = statements.markdown_section(summary, "figures", command)
+    (output / "results.md").write_text(section, encoding="utf-8")
+    written = [output / name for name in ("index.html", "figures", "table.csv", "results.md")]
+    if readme is None:
+        return written
+    pictures_there = Path(os.path.relpath(folder, readme.parent)).as_posix()
+    section = statements.markdown_section(summary, pictures_there, f"{command} --readme {readme}")
+    old = readme.read_text(encoding="utf-8")
+    new = statements.replace_section(old, section, str(readme))
+    draft = readme.with_name(readme.name + ".new")
+    draft.write_text(new, encoding="utf-8")
+    draft.replace(readme)
+    return [*written, readme]
+
+
+def _drawings(frame: pd.DataFrame) -> dict[str, tuple[Callable[[], Figure], bool]]:
+    """Name -> how to draw it, and whether it is an overview."""
+    few = [name for name in figures.methods_of(frame) if name in drawing.HEADLINE] or None
+    table: dict[str, tuple[Callable[[], Figure], bool]] = {
+        "cost_of_not_tuning": (partial(figures.cost_of_not_tuning, frame), True),
+        "performance_profile": (partial(figures.performance_profile, frame), True),
+        "curves_default": (partial(figures.curves_grid, frame, methods=few), True),
+        "curves_tuned": (partial(figures.curves_grid, frame, best_lr=True, methods=few), True),
+        "sensitivity": (partial(figures.sensitivity_grid, frame, methods=few), True),
+    }
+    for workload in sorted(frame["workload"].unique()):
+        table[f"curves_{workload}"] = (partial(figures.curves, frame, workload), False)
+        table[f"sensitivity_{workload}"] = (partial(figures.sensitivity, frame, workload), False)
+    return table

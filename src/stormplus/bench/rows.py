@@ -1,0 +1,208 @@
+"""The benchmark's rows: a journal of runs on disk, and the flat frame the scores work on.
+
+A journal is JSON lines. The first line is `{"format": "stormplus-rows", "version": 1}`, every
+other one is a run. A run is written when it ends, so a benchmark that is stopped loses the
+runs in progress and nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.bench.run import COLUMNS, CURVE, KEY, Key, check, finite, key_of, lines_of, typed
+
+__all__ = [
+    "COLUMNS",
+    "CURVE",
+    "KEY",
+    "append",
+    "cut_line",
+    "from_benchopt",
+    "keys",
+    "load",
+    "load_all",
+]
+
+FORMAT, VERSION = "stormplus-rows", 1
+HEADER = json.dumps({"format": FORMAT, "version": VERSION})
+
+
+def append(path: str | os.PathLike[str], run: dict[str, Any]) -> None:
+    """Add a run to the journal; the file is made, with its header, if it is not there.
+
+    Several processes may append to one file: each holds a lock while it writes one line. A
+    line that an interrupted process left halfway is removed first. Numbers that are not
+    finite are written as null.
+
+    Args:
+        path: The journal.
+        run: A run, as the module's format has it.
+
+    Raises:
+        ValueError: The run lacks something, or the file is not such a journal.
+    """
+    import fcntl  # reading works where there is no such module
+
+    check(run, "the run")
+    line = json.dumps(finite(run), allow_nan=False, sort_keys=False) + "\n"
+    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        line = _mend(handle, Path(path)) + line
+        data = line.encode()
+        if os.write(handle, data) != len(data):
+            raise OSError(f"{path}: the disk took only a part of the line; is it full?")
+        os.fsync(handle)
+    finally:
+        os.close(handle)  # which gives the lock back
+
+
+def _mend(handle: int, path: Path) -> str:
+    """Make the file ready for a line; return what has to be written before it."""
+    content = os.pread(handle, 4096, 0)
+    if not content or HEADER.encode().startswith(content):
+        os.ftruncate(handle, 0)
+        return HEADER + "\n"
+    _check_header(path, content.split(b"\n", 1)[0])
+    if os.pread(handle, 1, os.fstat(handle).st_size - 1) == b"\n":
+        return ""
+    content = path.read_bytes()
+    start = content.rfind(b"\n") + 1
+    try:
+        json.loads(content[start:])
+    except ValueError:
+        os.ftruncate(handle, start)
+        return ""
+    return "\n"  # only the end of the line is missing
+
+
+def load(path: str | os.PathLike[str], on_cut: str = "raise") -> pd.DataFrame:
+    """The journal as a flat frame: one line for each point of each run's curve.
+
+    A later run with the same workload, method, lr and seed takes the place of an earlier one.
+    A run without any point has one line, at 0 evaluations, without values. The columns are
+    `COLUMNS`; `versions` is JSON text.
+
+    Args:
+        path: The journal.
+        on_cut: What to do with a last line that is not complete, because its writer was
+            interrupted: "raise", or "drop" it.
+
+    Raises:
+        ValueError: The file is empty, of another format or version, or has a line that is not
+            a run; the message names the file and the line.
+    """
+    return load_all([path], on_cut)
+
+
+def load_all(paths: Iterable[str | os.PathLike[str]], on_cut: str = "raise") -> pd.DataFrame:
+    """`load` for several journals; later files replace runs of earlier ones."""
+    if on_cut not in ("raise", "drop"):
+        raise ValueError(f"on_cut must be 'raise' or 'drop', got {on_cut!r}")
+    runs: dict[Key, dict[str, Any]] = {}
+    for path in paths:
+        for run in _runs(Path(path), on_cut):
+            runs[key_of(run)] = run
+    lines = [line for run in runs.values() for line in lines_of(run)]
+    return typed(pd.DataFrame(lines, columns=list(COLUMNS)))
+
+
+def keys(path: str | os.PathLike[str]) -> set[Key]:
+    """(workload, method, lr, seed) of the runs that are there: what need not be run again."""
+    path = Path(path)
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    return {key_of(run) for run in _runs(path, "drop")}
+
+
+def cut_line(path: str | os.PathLike[str]) -> int | None:
+    """The number of the last line if it is not complete, else None."""
+    lines = Path(path).read_bytes().split(b"\n")
+    if not lines[-1]:
+        return None
+    try:
+        json.loads(lines[-1])
+    except ValueError:
+        return len(lines)
+    return None
+
+
+def from_benchopt(frame: pd.DataFrame) -> pd.DataFrame:
+    """Turn benchopt's result frame into the frame that `load` gives."""
+    names = {name: f"objective_{name}" for name in COLUMNS}
+    names |= {"train_loss": "objective_value", "seconds": "time"}
+    optional = ("versions", "machine", "peak_memory_mb", "state_mb")
+    missing = [names[name] for name in COLUMNS if name not in optional and names[name] not in frame]
+    if missing:
+        raise ValueError(
+            f"benchopt's frame has no column {', '.join(missing)}: it must come from this "
+            f"project's benchmark; its columns are {', '.join(map(str, frame.columns))}"
+        )
+    new = pd.DataFrame({name: frame.get(names[name]) for name in COLUMNS}, index=frame.index)
+    versions = {
+        str(column).removeprefix("version-"): str(frame[column].iloc[0])
+        for column in frame.columns
+        if str(column).startswith("version-") and len(frame)
+    }
+    if "objective_versions" not in frame:
+        new["versions"] = json.dumps(versions, sort_keys=True)
+    if "objective_machine" not in frame:
+        new["machine"] = frame["platform"].astype(str) if "platform" in frame else ""
+    new = typed(new)
+    # The benchmark reports the status at each point; a run that ends badly was bad throughout.
+    bad = (new["status"] == "diverged").groupby([new[name] for name in KEY]).transform("any")
+    new["status"] = new["status"].where(~bad, "diverged")
+    return new.sort_values([*KEY, "evaluations"], kind="stable", ignore_index=True)
+
+
+def _runs(path: Path, on_cut: str) -> Iterator[dict[str, Any]]:
+    lines = path.read_bytes().split(b"\n")
+    if lines == [b""]:
+        raise ValueError(f"{path} is empty: no benchmark has written to it yet")
+    cut = cut_line(path)
+    _check_header(path, lines[0])
+    for number, line in enumerate(lines[1:], start=2):
+        if not line.strip():
+            continue
+        if number == cut:
+            if on_cut == "drop":
+                return
+            raise ValueError(
+                f"{path}, line {number}: the last line is cut short, its run was interrupted "
+                "while it was written: continue the benchmark, which runs it again, or load "
+                "with on_cut='drop'"
+            )
+        where = f"{path}, line {number}"
+        try:
+            run = json.loads(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error}): delete this line, its run will be made again "
+                "when the benchmark continues"
+            ) from error
+        check(run, where)
+        yield run
+
+
+def _check_header(path: Path, line: bytes) -> None:
+    try:
+        header = json.loads(line)
+    except ValueError:
+        header = None
+    if not isinstance(header, dict) or header.get("format") != FORMAT:
+        raise ValueError(
+            f"{path}, line 1: not a journal of stormplus runs; its first line should be "
+            f"{HEADER}, got {line[:60]!r}"
+        )
+    if header.get("version") != VERSION:
+        raise ValueError(
+            f"{path}, line 1: rows of format version {header.get('version')!r}, this stormplus "
+            f"reads and writes version {VERSION}: use the stormplus that wrote the file, or "
+            "write to a new one"
+        )

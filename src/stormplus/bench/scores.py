@@ -1,0 +1,164 @@
+"""Scores of the benchmark: pure functions of the frame that `rows.load` gives.
+
+**Cost of not tuning.** `lost` is the share of the possible decrease that a method at its
+default leaves on the table:
+
+    lost = (default's final loss - best) / (initial loss - best)
+
+with `best` the lowest final loss of any method at any lr. 0 is as good as tuning everything, 1
+is no better than not training, more is worse than that, inf is divergence. It is linear, not
+logarithmic: it stays defined where the best loss is 0, does not depend on where a loss has its
+zero (entropy, regularisers), and does not make a difference between 1e-6 and 1e-9 look like
+one between 1 and 1e-3. The plain `ratio` to the best loss is given beside it.
+
+**Wins, ties, losses.** A method wins on a workload if its final losses over seeds all lie below
+all of the rival's, and the medians differ by more than `TOLERANCE` of the possible decrease.
+Otherwise it is a tie. A method that diverges (in half of its runs or more) loses against one
+that does not. With one seed only the tolerance decides.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.bench.finals import at, best_tuned, defaults, final, initial_loss, runs, tuned
+from stormplus.bench.profiles import (
+    CLASSICS,
+    TARGET_AT,
+    Profile,
+    curves,
+    performance_profile,
+    targets,
+    time_to_target,
+)
+from stormplus.bench.style import OURS
+
+__all__ = [
+    "CLASSICS",
+    "TARGET_AT",
+    "TOLERANCE",
+    "Profile",
+    "against_the_best",
+    "best_tuned",
+    "cost_of_not_tuning",
+    "count",
+    "curves",
+    "defaults",
+    "final",
+    "initial_loss",
+    "performance_profile",
+    "runs",
+    "table",
+    "targets",
+    "time_to_target",
+    "tuned",
+    "wins_ties_losses",
+]
+
+TOLERANCE = 0.01
+OUTCOMES = ("win", "tie", "loss")
+
+
+def cost_of_not_tuning(frame: pd.DataFrame) -> pd.DataFrame:
+    """For each workload and method what its default loses, and the ratio to the best.
+
+    Columns: workload, method, lr, loss, initial, best, best_method, best_lr, lost, ratio.
+    `lost` is nan where no run of the workload ends below the initial loss.
+    """
+    columns = ["workload", "method", "lr", "loss", "low", "high"]
+    best = best_tuned(frame).set_index("workload")
+    new = defaults(frame)[columns].copy()
+    for name, source in (("best", "loss"), ("best_method", "method"), ("best_lr", "lr")):
+        new[name] = new["workload"].map(best[source])
+    new["initial"] = new["workload"].map(initial_loss(frame))
+    possible = new["initial"] - new["best"]
+    new["lost"] = (new["loss"] - new["best"]) / possible.where(possible > 0)
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        ratio = new["loss"].to_numpy() / new["best"].to_numpy()
+    new["ratio"] = np.where(new["loss"] == new["best"], 1.0, ratio)
+    new.loc[np.isinf(new["best"]), "ratio"] = np.nan
+    return new
+
+
+def mean_lost(cost: pd.DataFrame) -> pd.Series:
+    """For each method the mean of `lost` over its workloads, none counting for more than 1."""
+    capped = cost["lost"].clip(upper=1.0)
+    return capped.groupby(cost["method"]).mean().sort_values(kind="stable")
+
+
+def wins_ties_losses(
+    frame: pd.DataFrame, method: str, *, best_lr: bool = False, tolerance: float = TOLERANCE
+) -> pd.DataFrame:
+    """`method` against every other method, workload by workload.
+
+    Both at their defaults, or with `best_lr` both at their best lr. Workloads that one of the
+    two was not run on are left out.
+
+    Returns:
+        Columns workload, rival, loss, rival_loss, outcome ("win", "tie", "loss" of `method`).
+
+    Raises:
+        ValueError: There is no such method in the rows.
+    """
+    ends = at(frame, best_lr=best_lr)
+    if method not in set(ends["method"]):
+        raise ValueError(
+            f"no run of {method!r}" + ("" if best_lr else " at its default lr") + " in the rows; "
+            f"there are {', '.join(sorted(set(frame['method'])))}"
+        )
+    mine = ends[ends["method"] == method]
+    pairs = mine.merge(ends[ends["method"] != method], on="workload", suffixes=("", "_rival"))
+    best = best_tuned(frame).set_index("workload")["loss"]
+    margin = tolerance * (initial_loss(frame) - best).clip(lower=0.0)
+    allowed = pairs["workload"].map(margin).to_numpy()
+    outcomes = [
+        _outcome((a.loss, a.low, a.high), (a.loss_rival, a.low_rival, a.high_rival), margin)
+        for a, margin in zip(pairs.itertuples(), allowed)
+    ]
+    names = {"method_rival": "rival", "loss_rival": "rival_loss"}
+    new = pairs.rename(columns=names)[["workload", "rival", "loss", "rival_loss"]]
+    return new.assign(outcome=pd.Series(outcomes, index=new.index, dtype="str"))
+
+
+Ends = tuple[float, float, float]  # median, low, high
+
+
+def _outcome(mine: Ends, rival: Ends, margin: float) -> str:
+    if np.isinf(mine[0]) or np.isinf(rival[0]):
+        return "tie" if mine[0] == rival[0] else "win" if np.isinf(rival[0]) else "loss"
+    if not abs(mine[0] - rival[0]) > margin:
+        return "tie"
+    if mine[2] < rival[1]:
+        return "win"
+    return "loss" if rival[2] < mine[1] else "tie"
+
+
+def count(duels: pd.DataFrame) -> pd.DataFrame:
+    """For each rival the number of wins, ties and losses."""
+    table = pd.crosstab(duels["rival"], duels["outcome"])
+    return table.reindex(columns=list(OUTCOMES), fill_value=0)
+
+
+def against_the_best(
+    frame: pd.DataFrame, method: str, *, best_lr: bool = False, tolerance: float = TOLERANCE
+) -> pd.DataFrame:
+    """`method` against the best rival of each workload; the library's own methods are no rivals."""
+    duels = wins_ties_losses(frame, method, best_lr=best_lr, tolerance=tolerance)
+    duels = duels[~duels["rival"].isin(OURS)].sort_values("rival_loss", kind="stable")
+    best = duels.groupby("workload", sort=True).head(1)
+    return best.sort_values("workload").reset_index(drop=True)
+
+
+def table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Everything in one table: one line for each workload and method."""
+    keys = ["workload", "method"]
+    goal = targets(frame)
+    times = time_to_target(frame, goal)
+    ends = defaults(frame).merge(times, on=["workload", "method", "lr"], how="left")
+    best = tuned(frame)[[*keys, "lr", "loss", "low", "high"]]
+    best = best.rename(columns={name: f"tuned_{name}" for name in ("lr", "loss", "low", "high")})
+    cost = cost_of_not_tuning(frame)[[*keys, "lost", "ratio"]]
+    counts = runs(frame).assign(bad=lambda t: np.isinf(t["loss"])).groupby(keys)["bad"]
+    totals = counts.agg(runs="size", runs_diverged="sum").reset_index()
+    return best.merge(ends, on=keys, how="left").merge(cost, on=keys, how="left").merge(totals)

@@ -1,0 +1,236 @@
+"""What the rows say, in words: the facts of the benchmark, wins, ties and losses."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.bench import scores
+from stormplus.bench.drawing import HEADLINE
+from stormplus.bench.figures import per_cent
+from stormplus.bench.finals import ends_only
+from stormplus.bench.style import OURS, ordered
+
+BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+RULES = (
+    "Final training loss after equal numbers of gradient evaluations, median over seeds. A win "
+    "needs every seed to end below every seed of the rival, and a difference of more than "
+    f"{scores.TOLERANCE:.0%} of the possible decrease (from the initial loss to the best loss of "
+    "any method at any lr); what is neither a win nor a loss is a tie. Divergence in half of the "
+    "runs or more loses against a method that does not diverge. The best lr of a method is "
+    "chosen on the seeds that are reported."
+)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What was run, and on what."""
+
+    runs: int
+    diverged: int
+    seeds: list[int]
+    workloads: list[str]
+    methods: list[str]
+    budgets: dict[str, int]
+    batch_sizes: dict[str, int]
+    machines: list[str]
+    versions: dict[str, str]
+
+    def sentence(self) -> str:
+        """In one sentence."""
+        where = " and ".join(self.machines) or "an unnamed machine"
+        return (
+            f"{_many(self.runs, 'run')} of {_many(len(self.methods), 'method')} on "
+            f"{_many(len(self.workloads), 'workload')}, {_many(len(self.seeds), 'seed')}, on "
+            f"{where}; {_many(self.diverged, 'run')} diverged."
+        )
+
+
+def facts(frame: pd.DataFrame) -> Facts:
+    """Collect them; several versions of one package are all named."""
+    runs = scores.runs(frame)
+    versions: dict[str, set[str]] = {}
+    for text in runs["versions"].unique():
+        for name, version in json.loads(text).items():
+            versions.setdefault(name, set()).add(str(version))
+    by_workload = runs.groupby("workload", sort=True)
+    return Facts(
+        runs=len(runs),
+        diverged=int(np.isinf(runs["loss"]).sum()),
+        seeds=sorted(int(seed) for seed in runs["seed"].unique()),
+        workloads=sorted(runs["workload"].unique()),
+        methods=ordered(runs["method"]),
+        budgets={name: int(value) for name, value in by_workload["budget"].max().items()},
+        batch_sizes={name: int(value) for name, value in by_workload["batch_size"].max().items()},
+        machines=sorted(name for name in runs["machine"].unique() if name),
+        versions={name: ", ".join(sorted(found)) for name, found in sorted(versions.items())},
+    )
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What the page and the README say; the tables' cells are texts."""
+
+    facts: Facts
+    said: dict[str, list[str]]  # for each of the library's methods
+    duels: pd.DataFrame
+    scores: pd.DataFrame
+
+
+def summary(frame: pd.DataFrame) -> Summary:
+    """All of it."""
+    ends = ends_only(frame)
+    return Summary(facts(ends), statements(ends), duel_table(ends), score_table(frame))
+
+
+def ours_in(frame: pd.DataFrame) -> list[str]:
+    """The library's own methods that have a run at their default."""
+    return [name for name in OURS if name in set(frame[frame["default"]]["method"])]
+
+
+def statements(frame: pd.DataFrame) -> dict[str, list[str]]:
+    """For each of the library's methods: at its default, tuned, and what its default costs."""
+    cost = scores.mean_lost(scores.cost_of_not_tuning(frame))
+    places = {name: place for place, name in enumerate(cost.index, start=1)}
+    said: dict[str, list[str]] = {}
+    for method in ours_in(frame):
+        texts = said.setdefault(method, [])
+        for best_lr in (False, True):
+            duels = scores.against_the_best(frame, method, best_lr=best_lr)
+            if duels.empty:
+                continue
+            how = (
+                "with every method at its best lr"
+                if best_lr
+                else "with every method at its default lr"
+            )
+            texts.append(f"**{method}**, {how}: {_against(duels)}")
+        if not np.isnan(cost.get(method, np.nan)):
+            texts.append(
+                f"**{method}** untuned leaves {per_cent(cost[method])} % of the possible decrease "
+                f"on the table on average: place {places[method]} of {len(cost)}."
+            )
+    return said
+
+
+def _against(duels: pd.DataFrame) -> str:
+    """Against the best rival of each workload."""
+    words = {"win": "better than the best other method on", "tie": "level with it on"}
+    words["loss"] = "worse than it on"
+    parts = []
+    for outcome, text in words.items():
+        some = duels[duels["outcome"] == outcome]
+        names = list(some["workload"])
+        if outcome == "loss":
+            names = [f"{name} (to {rival})" for name, rival in zip(names, some["rival"])]
+        elif len(some) == len(duels):
+            names = ["all of them"] if len(some) > 1 else names
+        total = f" of {_many(len(duels), 'workload')}" if outcome == "win" else ""
+        parts.append(f"{text} {len(some)}{total}" + (f": {', '.join(names)}" if names else ""))
+    return "; ".join(parts) + "."
+
+
+def duel_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """Wins, ties and losses of each of our methods against each other method, as text.
+
+    Columns are (method, "default") and (method, "best lr").
+    """
+    columns = {}
+    for method in ours_in(frame):
+        for best_lr, name in ((False, "default"), (True, "best lr")):
+            counts = scores.count(scores.wins_ties_losses(frame, method, best_lr=best_lr))
+            columns[f"{method}, {name}"] = {
+                rival: " / ".join(map(str, numbers))
+                for rival, numbers in zip(counts.index, counts.to_numpy())
+                if rival not in OURS
+            }
+    table = pd.DataFrame(columns, dtype="str").fillna("")
+    return table.reindex(ordered(table.index))
+
+
+def score_table(frame: pd.DataFrame) -> pd.DataFrame:
+    """For each method: profile scores, and the mean cost of not tuning in per cent."""
+    cost = scores.mean_lost(scores.cost_of_not_tuning(frame))
+    default = scores.performance_profile(frame).scores
+    best = scores.performance_profile(frame, best_lr=True).scores
+    table = pd.DataFrame(
+        {
+            "cost of not tuning, %": cost.map(per_cent),
+            "profile score, default": default.map("{:.2f}".format),
+            "profile score, best lr": best.map("{:.2f}".format),
+        }
+    )
+    order = [*cost.index, *(name for name in table.index if name not in cost.index)]
+    return table.reindex(order).fillna("")
+
+
+def markdown_section(summary: Summary, pictures: str, command: str) -> str:
+    """The section of the README, markers included: the best known of the library's methods.
+
+    Args:
+        summary: Of the rows.
+        pictures: The folder of the pictures, as the README's links should have it.
+        command: What regenerates the section.
+    """
+    ours = [name for name in summary.said if name in HEADLINE] or list(summary.said)
+    texts = [text for name in ours for text in summary.said[name]]
+    columns = [name for name in summary.duels.columns if name.rsplit(", ", 1)[0] in ours]
+    blocks = [
+        BEGIN,
+        _wrap(summary.facts.sentence() + f" Regenerated by `{command}`."),
+        f"![Cost of not tuning, a map of methods by workloads]({pictures}/cost_of_not_tuning.png)",
+        *(_wrap(f"- {text}", indent="  ") for text in texts),
+        "Wins / ties / losses over the workloads:",
+        markdown_table(summary.duels[columns], "against"),
+        "All methods, the least costly first:",
+        markdown_table(summary.scores, "method"),
+        f"![Final loss against the learning rate]({pictures}/sensitivity.png)",
+        _wrap(RULES),
+        END,
+    ]
+    text = "\n\n".join(blocks) + "\n"
+    return text.replace("\n\n- ", "\n- ").replace("png)\n- ", "png)\n\n- ")
+
+
+def markdown_table(table: pd.DataFrame, corner: str) -> str:
+    """A frame of texts as a Markdown table."""
+    lines = [[corner, *table.columns], ["---"] * (1 + len(table.columns))]
+    lines += [[str(name), *line] for name, line in zip(table.index, table.to_numpy())]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def replace_section(text: str, section: str, name: str) -> str:
+    """Put the section in the place of the old one.
+
+    Raises:
+        ValueError: The text does not have each marker once, in order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(
+            f"{name} should have the lines {BEGIN} and {END} once each, in this order: the "
+            "results are written between them"
+        )
+    before, rest = text.split(BEGIN)
+    return before + section.rstrip("\n") + rest.split(END)[1]
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" + ("" if number == 1 else "s")
+
+
+def _wrap(text: str, indent: str = "") -> str:
+    return "\n".join(
+        textwrap.wrap(
+            text, 96, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
+        )
+    )
+
+
+def plain(said: Mapping[str, list[str]]) -> list[str]:
+    """All statements, without Markdown's bold."""
+    return [text.replace("**", "") for texts in said.values() for text in texts]

@@ -1,0 +1,151 @@
+"""`stormplus report`: files, exit codes, messages, README."""
+
+import json
+import re
+
+import pytest
+
+pytest.importorskip("pandas")
+pytest.importorskip("matplotlib")
+pytest.importorskip("click")
+
+import pandas as pd
+from bench_reports import README, call, finished, write_rows
+from bench_rows import make_run
+
+from stormplus.bench import rows, statements
+
+
+@pytest.fixture(scope="module")
+def finished_report(tmp_path_factory):
+    return finished(tmp_path_factory.getbasetemp())
+
+
+def test_everything_is_written(finished_report):
+    folder, _ = finished_report
+    output = folder / "docs" / "r"
+    assert {path.name for path in output.iterdir()} == {
+        *("index.html", "figures", "table.csv", "results.md"),
+    }
+    overviews = {"cost_of_not_tuning", "performance_profile", "sensitivity"}
+    overviews |= {"curves_default", "curves_tuned"}
+    figures = {path.name for path in (output / "figures").iterdir()}
+    each = {f"{kind}_{w}.svg" for kind in ("curves", "sensitivity") for w in "ab"}
+    assert figures == each | {f"{name}.{end}" for name in overviews for end in ("png", "svg")}
+    table = pd.read_csv(output / "table.csv")
+    assert len(table) == 6
+
+
+def test_a_cut_line_is_a_warning(finished_report):
+    folder, result = finished_report
+    assert "rows.jsonl, line 18 is cut short and left out" in result.stderr
+    assert "Warning" not in result.stdout
+
+
+def test_it_says_plainly_where_storm_plus_wins_ties_and_loses(finished_report):
+    _, result = finished_report
+    # Defaults: a: 1..3 against SGD's 4, a win; b: 1 against SGD's 0.5, a loss.
+    # Best lr: a: 1..3 against SGD's 0..1, a tie; b: as before.
+    assert (
+        "STORM+, with every method at its default lr: better than the best other method on 1 of "
+        "2 workloads: a; level with it on 0; worse than it on 1: b (to SGD)." in result.stdout
+    )
+    assert (
+        "STORM+, with every method at its best lr: better than the best other method on 0 of 2 "
+        "workloads; level with it on 1: a; worse than it on 1: b (to SGD)." in result.stdout
+    )
+    # (1.5 / 9.5 + 0.5 / 1.5) / 2 = 24.6 %
+    assert "STORM+ untuned leaves 25 % of the possible decrease" in result.stdout
+    assert "place 2 of 3" in result.stdout
+
+
+def test_the_section_of_the_readme_is_replaced_in_place(finished_report):
+    folder, _ = finished_report
+    text = (folder / "README.md").read_text()
+    assert text.startswith("# Title\n\nBefore.\n\n" + statements.BEGIN)
+    assert text.endswith(statements.END + "\n\nAfter.\n")
+    assert "old" not in text
+    assert "16 runs of 3 methods on 2 workloads, 2 seeds, on a test; 3 runs diverged." in text
+    assert "| SGD | 1 / 0 / 1 | 0 / 1 / 1 |" in text
+    assert "| Adam | 2 / 0 / 0 | 2 / 0 / 0 |" in text
+    links = re.findall(r"\]\((.*?)\)", text)
+    assert links
+    assert all((folder / link).exists() for link in links)
+    assert all(len(line) <= 96 for line in text.splitlines() if line[:1] not in "|!")
+    assert not list(folder.glob("*.new"))
+
+
+def test_the_results_file_has_the_same_words(finished_report):
+    folder, _ = finished_report
+    text = (folder / "docs" / "r" / "results.md").read_text()
+    assert "| SGD | 1 / 0 / 1 | 0 / 1 / 1 |" in text
+    assert "(figures/cost_of_not_tuning.png)" in text
+
+
+def test_help_teaches():
+    result = call("--help")
+    assert result.exit_code == 0
+    for part in ("rows.jsonl", "Examples", "Exit codes", "index.html", "results:begin"):
+        assert part in result.output
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is empty"),
+        (rows.HEADER + "\n", "no run in there yet"),
+        ("hello\n", "line 1: not a journal"),
+        ('{"format": "stormplus-rows", "version": 7}\n', "format version 7, this stormplus reads"),
+        (rows.HEADER + "\n{}\n", "line 2: 'workload' should be str"),
+        (rows.HEADER + "\n" + json.dumps(make_run([1], default=False)) + "\n", "default"),
+    ],
+)
+def test_rows_that_cannot_be_used_end_with_one_and_a_message(tmp_path, text, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    result = call(path, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert message in result.stderr
+    assert str(path) in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_defaults_of_one_method_are_explained(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [make_run([2, 1], lr=lr) for lr in (0.1, 1.0)])
+    result = call(path, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "SGD has 2 default learning rates on w" in result.stderr
+
+
+def test_a_call_without_rows_ends_with_two(tmp_path):
+    assert call().exit_code == 2
+    assert call(tmp_path / "nowhere.jsonl").exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["no markers", statements.END + statements.BEGIN, README + README])
+def test_a_readme_without_its_markers_is_left_alone(tmp_path, text):
+    path = write_rows(tmp_path / "rows.jsonl", [make_run([2, 1])])
+    readme = tmp_path / "README.md"
+    readme.write_text(text)
+    result = call(path, "--output", tmp_path / "out", "--readme", readme)
+    assert result.exit_code == 1
+    assert "README.md should have the lines <!-- results:begin -->" in result.stderr
+    assert readme.read_text() == text
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [make_run([5], status="diverged"), make_run([5], method="STORM+", status="diverged")],
+        [make_run([2, 1], method='<b>"&')],
+        [make_run([1e20, 1e-20], method="STORM+", workload="a/b")],
+    ],
+    ids=["diverged", "without ours", "ours alone"],
+)
+def test_odd_rows_have_a_report_too(tmp_path, runs):
+    path = write_rows(tmp_path / "rows.jsonl", runs)
+    result = call(path, "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    assert '<b>"&' not in (tmp_path / "out" / "index.html").read_text()
