@@ -1,0 +1,1 @@
+"""One small module for each trainer; none of them is imported by the core."""

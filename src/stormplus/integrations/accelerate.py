@@ -1,0 +1,123 @@
+"""Accelerate: `prepare` in place of `accelerator.prepare`, and `step` is exact or refuses.
+
+    model, opt, loader = prepare(accelerator, model, opt, loader)
+
+Accelerate hands the closure on, but drops it whenever gradients are not synchronised, and
+in fp16 gives it to `scaler.step`, which does not know what to do with it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from stormplus.torch.amp import scaled_step
+from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.options import closure_needed
+from stormplus.torch.same_sample import same_sample
+
+try:
+    from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
+    from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped, unused-ignore]
+    from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "this integration needs accelerate: pip install 'stormplus[accelerate]'"
+    ) from error
+
+VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
+
+ACCUMULATE = (
+    "let the closure cover all micro-batches, the last one outside accelerator.no_sync(model), "
+    "and leave gradient_accumulation_steps at 1: see examples/accelerate_loop.py"
+)
+
+
+class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]
+    """What `prepare` makes of Accelerate's wrapper."""
+
+    model: nn.Module | None
+
+    def step(
+        self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
+    ) -> Any:
+        """Take one sample.
+
+        Args:
+            closure: Zeroes the gradients, computes the loss of ONE sample, calls
+                `accelerator.backward(loss)` and returns the loss.
+            max_grad_norm: Clips each of the two gradients, after unscaling in fp16.
+
+        Returns:
+            The loss of the first evaluation.
+        """
+        opt: StormOptimizer = self.optimizer
+        if closure is None:
+            raise TypeError(closure_needed(type(opt).__name__))
+        if not self.gradient_state.sync_gradients:
+            raise RuntimeError(
+                "gradients are not synchronised here, so Accelerate would drop this closure and "
+                f"its micro-batch without a word: {ACCUMULATE}"
+            )
+        before = opt._home["grad_evaluations"]
+        clip = self._clip(max_grad_norm)
+        if self.scaler is not None:
+            loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
+        else:
+
+            def evaluate() -> Any:
+                loss = closure()
+                clip()
+                return loss
+
+            loss = opt.step(same_sample(opt, self.model)(evaluate))
+        self._is_overflow = before == opt._home["grad_evaluations"]  # a scheduler asks for it
+        return loss
+
+    def _clip(self, max_norm: float | None) -> Callable[[], Any]:
+        if max_norm is None:
+            return lambda: None
+        if not vars(self).get("_told"):
+            self._told = True
+            warnings.warn(
+                f"max_grad_norm={max_norm:g} clips the two gradients of a sample separately, so "
+                "that their difference is no longer the change of one gradient. "
+                "StormPlus(..., max_move=0.1) bounds the move instead",
+                stacklevel=3,
+            )
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        return lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+    """`accelerator.prepare`, with a `step` that never drops a closure.
+
+    Args:
+        accelerator: With `gradient_accumulation_steps=1`; accumulate inside the closure.
+        objects: The model, the optimizers, loaders and schedulers, in any order. The model's
+            running statistics then move once a sample.
+
+    Returns:
+        The prepared objects, in the same order.
+    """
+    if accelerator.gradient_accumulation_steps != 1:
+        steps = accelerator.gradient_accumulation_steps
+        raise ValueError(f"gradient_accumulation_steps={steps} drops closures: {ACCUMULATE}")
+    if accelerator.distributed_type not in VERIFIED:
+        raise ValueError(
+            f"{accelerator.distributed_type.value} has not been verified: use one device or DDP, "
+            "or FSDP2 in a loop of your own (docs/many-machines.md)"
+        )
+    prepared = accelerator.prepare(*objects)
+    several = prepared if isinstance(prepared, tuple) else (prepared,)
+    models = nn.ModuleList(thing for thing in several if isinstance(thing, nn.Module))
+    for thing in several:
+        if isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, StormOptimizer):
+            # In place, for the accelerator keeps the wrapper that it has made.
+            thing.__class__ = AcceleratedStorm
+            thing.model = models
+    return prepared

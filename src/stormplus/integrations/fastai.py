@@ -1,0 +1,156 @@
+"""fastai: an `opt_func` and a callback for `Learner`.
+
+fastai's loop calls `opt.step()` without a closure, which the optimizers refuse. The callback
+takes over where the step would be: it moves the parameters, lets the learner evaluate the
+same batch again, with every callback's events from `after_pred` to `before_step`, and
+completes the step.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from fastai.callback.core import Callback, CancelStepException
+from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
+from fastai.callback.training import GradientAccumulation
+from fastai.optimizer import OptimWrapper
+
+from stormplus.integrations.point import Point
+from stormplus.torch import StormPlus, same_sample
+from stormplus.torch.optimizer import StormOptimizer
+
+_REFUSED = {
+    GradientAccumulation: "accumulates gradients over batches that are gone when the second "
+    "gradient is due: use larger batches, or split them in the model's forward",
+    NonNativeMixedPrecision: "trains a copy of the parameters: use learn.to_bf16()",
+}
+
+
+def storm(optimizer: type[StormOptimizer] = StormPlus, *, lr: float = 1.0, **options: Any) -> Any:
+    """An `opt_func` for `Learner`.
+
+    Args:
+        optimizer: The class of the optimizer.
+        lr: Becomes `learn.lr`, in place of fastai's 0.001; 1.0 is the paper's.
+        **options: Every other argument of the optimizer.
+    """
+    return partial(StormWrapper, opt=optimizer, lr=lr, **options)
+
+
+class StormWrapper(OptimWrapper):
+    """What `learn.opt` is; the optimizer itself is `learn.opt.opt`."""
+
+    opt: StormOptimizer
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.point = Point()
+        self.load_error: Exception | None = None
+
+    def clear_state(self) -> None:
+        """Begin anew; fastai does so when layers are frozen or unfrozen."""
+        groups, self.opt.param_groups = self.opt.param_groups, []
+        self.opt.state.clear()
+        for group in groups:  # the state must exist before the first step
+            self.opt.add_param_group(group)
+        self.load_error = None
+        self.point.forget()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load, and keep the error if that fails: fastai only warns."""
+        try:
+            self.opt.load_state_dict(state_dict)
+        except Exception as error:
+            self.load_error = error
+            raise
+        self.load_error = None
+        self.point.forget()
+
+    def _set_hyper(self, k: str, v: Any) -> None:
+        if k not in self.bwd_map:
+            raise ValueError(
+                f"{type(self.opt).__name__} has no hyper-parameter {k!r}. It sets its momentum "
+                "itself: use learn.fit or learn.fit_flat_cos, or "
+                "ParamScheduler({'lr': ...}), in place of fit_one_cycle"
+            )
+        super()._set_hyper(k, v)
+
+
+class StormCallback(Callback):
+    """Two gradients a batch; `Learner(..., opt_func=storm(), cbs=StormCallback())`.
+
+    The loss and the predictions that metrics see are those of the first evaluation.
+    """
+
+    order = 1000  # last: batch transforms are done, gradients clipped
+    run_valid = False
+    storm_sample: same_sample | None = None
+
+    def before_train(self) -> None:
+        """Refuse what would go wrong quietly."""
+        opt = self.learn.opt
+        if not isinstance(opt, StormWrapper):
+            raise TypeError(
+                f"learn.opt is {type(opt).__name__}: pass Learner opt_func=storm(...) from "
+                "stormplus.integrations.fastai"
+            )
+        if opt.load_error is not None:
+            raise RuntimeError(
+                "learn.load has loaded the weights, but not the optimizer's state: "
+                f"{opt.load_error}. Load it with with_opt=False, or begin anew with "
+                "learn.opt.clear_state()"
+            ) from opt.load_error
+        for callback in self.learn.cbs:
+            for kind, reason in _REFUSED.items():
+                if isinstance(callback, kind):
+                    raise RuntimeError(f"{kind.__name__} {reason}")
+            if isinstance(callback, MixedPrecision) and callback.amp_mode is AMPMode.FP16:
+                raise RuntimeError(
+                    "to_fp16() scales the loss for one gradient a batch: use to_bf16(), or a "
+                    "loop of your own with stormplus.scaled_step"
+                )
+
+    def before_batch(self) -> None:
+        """The batch has been drawn and transformed: both evaluations begin here."""
+        wrapper, opt = self.learn.opt, self.learn.opt.opt
+        self._leave()  # an exception may have ended the last batch halfway
+        if opt.pending or wrapper.point.has_moved(opt):
+            opt.restart()
+        left = [p.grad for p in opt._params() if p.grad is not None]
+        if any(bool(grad.any()) for grad in left):
+            raise RuntimeError(
+                "the parameters have gradients from an earlier batch, which the second "
+                "evaluation would not see: gradients cannot be accumulated over batches"
+            )
+        self.storm_sample = same_sample(opt, self.learn.model).__enter__()
+
+    def before_step(self) -> None:
+        """In place of `opt.step()`."""
+        opt = self.learn.opt.opt
+        if opt.started and not opt.pending:
+            opt.move()
+            self._evaluate_again()
+        else:
+            opt.estimate()
+        raise CancelStepException
+
+    def after_batch(self) -> None:
+        """Forget the batch."""
+        self._leave()
+        self.learn.opt.point.note(self.learn.opt.opt)
+
+    def _evaluate_again(self) -> None:
+        learn = self.learn
+        first = learn.pred, learn.loss, learn.loss_grad
+        learn.opt.zero_grad()
+        for callback in learn.cbs:
+            if isinstance(callback, MixedPrecision):  # which enters it before a batch only
+                callback.autocast.__enter__()
+        learn._do_one_batch()  # comes by `before_step` again, which completes the step
+        learn.pred, learn.loss, learn.loss_grad = first
+
+    def _leave(self) -> None:
+        if self.storm_sample is not None:
+            self.storm_sample.__exit__(None, None, None)
+            self.storm_sample = None

@@ -1,0 +1,195 @@
+"""Keras 3 on the torch backend: an optimizer for `compile` and a training step for the model.
+
+Set `KERAS_BACKEND=torch` before keras is imported.
+
+Keras keeps running statistics and the seeds of random layers as variables, not as buffers
+of a torch module; the training step puts those back too, so that both evaluations of a batch
+draw the same masks and statistics move once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from io import BytesIO
+from typing import Any
+
+import keras
+import numpy as np
+import torch
+from keras.src.random.seed_generator import global_seed_generator
+from torch import nn
+
+import stormplus.torch
+from stormplus.integrations.point import Point
+from stormplus.torch import same_sample
+from stormplus.torch.optimizer import StormOptimizer
+
+if keras.backend.backend() != "torch":
+    raise RuntimeError(
+        f"Keras runs on the backend {keras.backend.backend()!r}: set the environment variable "
+        "KERAS_BACKEND=torch before keras is imported"
+    )
+
+_STATE = "stormplus"
+
+_REFUSED = {
+    "clipnorm": "use max_move=, or clip in a closure of your own loop",
+    "clipvalue": "use max_move=, or clip in a closure of your own loop",
+    "global_clipnorm": "use max_move=, or clip in a closure of your own loop",
+    "use_ema": "use stormplus.UniformIterate",
+    "gradient_accumulation_steps": "use a larger batch_size: the first micro-batches are gone "
+    "when the second gradient is due",
+    "loss_scale_factor": "use the dtype policy mixed_bfloat16, which needs none",
+}
+
+
+@keras.saving.register_keras_serializable("stormplus")
+class KerasStorm(keras.optimizers.Optimizer):
+    """An optimizer of this package, for `model.compile(optimizer=...)`.
+
+    The model must have `StormTraining` among its bases. Saving the model saves the state,
+    and a loaded model goes on bit by bit.
+
+    Args:
+        method: "StormPlus", "SimplifiedStormPlus" or "Storm".
+        learning_rate: The optimizer's `lr`: a float, or a schedule of Keras.
+        name: For Keras.
+        **options: Every other argument of the optimizer.
+    """
+
+    def __init__(
+        self,
+        method: str = "StormPlus",
+        learning_rate: Any = 1.0,
+        name: str = "storm",
+        **options: Any,
+    ) -> None:
+        for key in options.keys() & _REFUSED.keys():
+            raise ValueError(f"{key}={options[key]!r} is not supported: {_REFUSED[key]}")
+        kind = getattr(stormplus.torch, method, None)
+        if not (isinstance(kind, type) and issubclass(kind, StormOptimizer)):
+            raise ValueError(
+                f"method must be StormPlus, SimplifiedStormPlus or Storm, got {method!r}"
+            )
+        super().__init__(learning_rate=learning_rate, name=name)
+        self.method, self._kind, self._options = method, kind, options
+        self._point = Point()
+        self._torch_optimizer: StormOptimizer | None = None
+
+    @property
+    def torch_optimizer(self) -> StormOptimizer:
+        """The optimizer itself, for `diagnostics()` or `restart()`."""
+        if self._torch_optimizer is None:
+            raise RuntimeError("the optimizer is not built yet: fit the model, or build(variables)")
+        return self._torch_optimizer
+
+    def build(self, variables: list[Any]) -> None:
+        super().build(variables)
+        params = {id(v.value): v.value for v in variables}  # a layer may be there twice
+        self._torch_optimizer = self._kind(params.values(), lr=self._lr(), **self._options)
+
+    def step(self, closure: Callable[[], Any], variables: list[Any]) -> None:
+        """One step of the torch optimizer, at Keras's learning rate.
+
+        Args:
+            closure: As for the torch optimizer.
+            variables: The model's trainable variables at present.
+        """
+        if not self.built:
+            self.build(variables)
+        self._check_variables_are_known(variables)
+        opt = self.torch_optimizer
+        if self._point.has_moved(opt):  # weights have been loaded without the state
+            opt.restart()
+        for group in opt.param_groups:
+            group["lr"] = self._lr()
+        opt.step(closure)
+        self._point.note(opt)
+        self._iterations.assign_add(1)
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """Refused: this is what a model without `StormTraining` calls, with one gradient."""
+        raise RuntimeError(
+            f"{self.method} takes two gradients of each batch, and Keras's own training step "
+            "gives one: make the model's class `class Model(StormTraining, keras.Model)`, with "
+            "StormTraining from stormplus.integrations.keras"
+        )
+
+    def _lr(self) -> float:
+        return float(self.learning_rate)
+
+    def get_config(self) -> dict[str, Any]:
+        config = super().get_config()
+        own = {"method": self.method, **self._options}
+        return {key: config[key] for key in ("name", "learning_rate")} | own
+
+    def save_own_variables(self, store: Any) -> None:
+        super().save_own_variables(store)
+        if self._torch_optimizer is not None:
+            file = BytesIO()
+            torch.save(self._torch_optimizer.state_dict(), file)
+            store[_STATE] = np.frombuffer(file.getvalue(), dtype=np.uint8)
+
+    def load_own_variables(self, store: Any) -> None:
+        keys = list(store.keys())  # one of Keras's stores, which are not quite dictionaries
+        super().load_own_variables({key: store[key] for key in keys if key != _STATE})
+        if _STATE in keys:
+            file = BytesIO(np.asarray(store[_STATE]).tobytes())
+            self.torch_optimizer.load_state_dict(torch.load(file, weights_only=True))
+            self._point.forget()
+
+
+class StormTraining:
+    """Put it before a Keras model: `class Model(StormTraining, keras.Model): ...`.
+
+    The loss and the predictions that metrics see are those of the first evaluation.
+    """
+
+    def make_train_function(self: Any, force: bool = False) -> Any:
+        if self.jit_compile:
+            raise ValueError(
+                "compile(jit_compile=True) compiles the whole training step, which has two "
+                "evaluations and a decision in it: leave jit_compile out, and give the "
+                "optimizer fused=True to compile its own work"
+            )
+        return super().make_train_function(force)  # type: ignore[misc]
+
+    def train_step(self: Any, data: Any) -> Any:
+        """One batch: one evaluation if it is the first, two otherwise."""
+        if not isinstance(self.optimizer, KerasStorm):
+            raise TypeError(
+                "StormTraining needs compile(optimizer=KerasStorm(...)), got "
+                f"{type(self.optimizer).__name__}. A LossScaleOptimizer comes from the dtype "
+                "policy mixed_float16: use mixed_bfloat16, which needs no loss scale"
+            )
+        x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
+        first: list[Any] = []
+
+        def closure() -> Any:
+            self.zero_grad()
+            y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
+            loss = self.compute_loss(
+                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
+            )
+            loss.backward()
+            if not first:
+                first.extend((y_pred, loss.detach()))
+            return loss
+
+        if not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        sample = same_sample(self.optimizer.torch_optimizer, _statistics(self))
+        self.optimizer.step(sample(closure), self.trainable_variables)
+        y_pred, loss = first
+        size = next(part.shape[0] for part in keras.tree.flatten(x) if part is not None)
+        self._loss_tracker.update_state(loss, sample_weight=size)
+        return self.compute_metrics(x, y, y_pred, sample_weight=sample_weight)
+
+
+def _statistics(model: Any) -> nn.Module:
+    """What an evaluation changes, as buffers: Keras's variables and those of torch layers."""
+    variables = nn.Module()
+    seed = global_seed_generator().state  # of random numbers drawn without a SeedGenerator
+    for i, variable in enumerate((*model.non_trainable_variables, seed)):
+        variables.register_buffer(f"variable_{i}", variable.value)
+    return nn.ModuleList([model, variables])

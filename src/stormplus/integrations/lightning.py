@@ -1,0 +1,225 @@
+"""Lightning: one callback, and every closure, batch and precision is accounted for.
+
+    trainer = Trainer(callbacks=[StormPlusCallback()])
+
+Lightning passes the closure in fp32 and bf16 only, re-runs only the last micro-batch when
+gradients are accumulated, and steps without a closure in fp16. With the callback both
+evaluations cover all micro-batches in each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import Any
+
+from stormplus.integrations.replay import Replay
+from stormplus.torch.optimizer import StormOptimizer
+
+try:
+    from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.trainer import call
+    from torchmetrics import Metric
+
+    from stormplus.integrations.lightning_refusals import (
+        check,
+        refuse_missing_closure,
+        storm_optimizers,
+    )
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "this integration needs lightning: pip install 'stormplus[lightning]'"
+    ) from error
+
+CHECKPOINT_KEY = "stormplus"
+
+
+class StormPlusCallback(Callback):
+    """Makes `StormPlus`, `SimplifiedStormPlus` and `Storm` exact under Lightning's trainer.
+
+    With automatic optimization the two evaluations of a step see the same micro-batches and
+    random numbers, running statistics move once, and of the first evaluation nothing but its
+    gradient remains: `self.log` and torchmetrics see the second. With manual optimization
+    call `opt.step(same_sample(opt.optimizer, self)(closure))`; a missing closure is refused.
+
+    A checkpoint then also holds torch's random state, so that a run in one process resumes
+    bit by bit.
+
+    Args:
+        log: Log `opt.diagnostics()` under "stormplus/", every `log_every_n_steps` steps.
+    """
+
+    def __init__(self, *, log: bool = True) -> None:
+        self._log_diagnostics = log
+        self._installed = ExitStack()
+        self._replay: Replay | None = None
+        self._last: Callable[[], Any] | None = None  # evaluates the last micro-batch
+        self._resumed: dict[str, Any] | None = None
+
+    # -- what is refused, and what is installed --------------------------------------------------
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._resumed = None
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        check(trainer, pl_module)
+        if pl_module.automatic_optimization:
+            self._install(trainer, pl_module, storm_optimizers(trainer)[0])
+        else:
+            for opt in storm_optimizers(trainer):
+                hook = opt.register_step_pre_hook(refuse_missing_closure)
+                self._installed.callback(hook.remove)
+
+    def _install(self, trainer: Trainer, pl_module: LightningModule, opt: StormOptimizer) -> None:
+        plugin = trainer.precision_plugin
+        scaler = getattr(plugin, "scaler", None)
+
+        def process() -> None:
+            if scaler is not None:
+                scaler.unscale_(opt)
+            plugin._after_closure(pl_module, opt)  # the hooks and the clipping of the first one
+
+        replay = self._replay = Replay(opt, pl_module, process, scaler)
+        self._installed.callback(replay.remove)
+        user_training_step, user_optimizer_step = pl_module.training_step, pl_module.optimizer_step
+
+        @wraps(user_training_step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            if not replay.running:
+                replay.record(self._last or partial(_evaluate_again, trainer, opt, args, kwargs))
+            counts = not opt.started or opt.pending
+            with nullcontext() if counts else _without_trace(pl_module):
+                return user_training_step(*args, **kwargs)
+
+        @wraps(user_optimizer_step)
+        def optimizer_step(
+            epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]
+        ) -> None:
+            def first() -> Any:
+                loss = optimizer_closure()
+                if loss is None and all(p.grad is None for p in opt._params()):
+                    raise _SampleSkipped
+                return loss
+
+            self._last = optimizer_closure
+            try:
+                user_optimizer_step(epoch, batch_idx, optimizer, first)
+            except _SampleSkipped:
+                pass
+            except BaseException as error:
+                replay.close(error)
+                raise
+            finally:
+                self._last = None
+            replay.finish()
+
+        self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
+        self._installed.enter_context(_replaced(pl_module, "optimizer_step", optimizer_step))
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if self._resumed is not None and self._resumed["mid_epoch"]:
+            # Making the loader's iterator has drawn random numbers.
+            _rewind(storm_optimizers(trainer)[0], self._resumed["rng"])
+        self._resumed = None
+        if self._replay is not None and batch_idx % trainer.accumulate_grad_batches == 0:
+            self._replay.finish()  # an epoch that was left early; normally there is nothing
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._installed.close()
+        self._replay = None
+
+    def on_exception(
+        self, trainer: Trainer, pl_module: LightningModule, exception: BaseException
+    ) -> None:
+        self.on_train_end(trainer, pl_module)
+
+    # -- the log ---------------------------------------------------------------------------------
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every = trainer.log_every_n_steps
+        if not self._log_diagnostics or not every or trainer.global_step % every:
+            return
+        optimizers = storm_optimizers(trainer)
+        for i, opt in enumerate(optimizers):
+            prefix = "stormplus/" if len(optimizers) == 1 else f"stormplus/{i}/"
+            pl_module.log_dict({prefix + name: v for name, v in opt.diagnostics().items()})
+
+    # -- random numbers in checkpoints -----------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        if trainer.world_size == 1:  # a checkpoint has one copy, and each rank its own stream
+            checkpoint[CHECKPOINT_KEY] = {
+                "rng": storm_optimizers(trainer)[0]._random_streams().pack(),
+                "mid_epoch": not trainer.is_last_batch,
+            }
+
+    def on_load_checkpoint(
+        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._resumed = checkpoint.get(CHECKPOINT_KEY)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._resumed is not None:  # before the order of the next epoch is drawn
+            _rewind(storm_optimizers(trainer)[0], self._resumed["rng"])
+
+
+class _SampleSkipped(Exception):  # nothing is wrong: the user asked for it
+    """`training_step` returned None."""
+
+
+def _evaluate_again(trainer: Trainer, opt: StormOptimizer, args: Any, kwargs: Any) -> None:
+    """A micro-batch that is not the last: no gradients are sent."""
+    strategy = trainer.strategy
+    with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+        output = call._call_strategy_hook(trainer, "training_step", *args, **kwargs)
+        loss = output.get("loss") if isinstance(output, Mapping) else output
+        if loss is not None:
+            scaled = loss / trainer.accumulate_grad_batches
+            call._call_strategy_hook(trainer, "backward", scaled, opt)
+
+
+@contextmanager
+def _without_trace(pl_module: LightningModule) -> Iterator[None]:
+    """A training step of which neither `self.log` nor a metric inside the module knows."""
+    metrics = [module for module in pl_module.modules() if isinstance(module, Metric)]
+    saved = [
+        (m, m._update_count, {k: _copy(v) for k, v in m.metric_state.items()}) for m in metrics
+    ]
+    with _replaced(pl_module, "log", lambda *args, **kwargs: None):
+        yield
+    for metric, count, states in saved:
+        metric._update_count, metric._computed = count, None
+        for name, value in states.items():
+            setattr(metric, name, value)
+
+
+def _copy(state: Any) -> Any:
+    return list(state) if isinstance(state, list) else state.detach().clone()
+
+
+@contextmanager
+def _replaced(module: LightningModule, name: str, value: Any) -> Iterator[None]:
+    """The attribute of this one object, for a while."""
+    before = vars(module).get(name)
+    setattr(module, name, value)
+    try:
+        yield
+    finally:
+        if before is None:
+            delattr(module, name)
+        else:
+            setattr(module, name, before)
+
+
+def _rewind(opt: StormOptimizer, packed: Any) -> None:
+    streams = opt._random_streams()
+    streams.unpack(packed)
+    streams.rewind()

@@ -1,0 +1,65 @@
+"""skorch: a mixin for its nets.
+
+skorch gives every optimizer a closure, so that a net trains with STORM+ as it is. Two things
+need the mixin: running statistics would count each sample twice, and skorch's `lr` is 0.01
+unless one says otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from stormplus.torch import StormPlus, same_sample
+from stormplus.torch.optimizer import StormOptimizer
+
+
+class StormMixin:
+    """Put it before a skorch net: `class Net(StormMixin, NeuralNetClassifier): ...`.
+
+    The arguments are those of the net. `optimizer` is `StormPlus` by default and may be any
+    optimizer of this package; `optimizer__...` passes options to it.
+
+    Args:
+        *args: The module, as for the net.
+        optimizer: The class of the optimizer.
+        lr: Multiplies the step size; 1.0 is the paper's, where skorch's own default is 0.01.
+        **kwargs: Every other argument of the net.
+    """
+
+    # skorch's lists of attribute names; an optimizer of the user's own may be among them.
+    _modules: list[str]
+    _criteria: list[str]
+    _optimizers: list[str]
+
+    def __init__(
+        self,
+        *args: Any,
+        optimizer: type[StormOptimizer] = StormPlus,
+        lr: float = 1.0,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, optimizer=optimizer, lr=lr, **kwargs)  # type: ignore[call-arg]
+
+    def _step_optimizer(self, step_fn: Callable[[], Any] | None) -> None:
+        """Hand skorch's closure over, with random numbers and running statistics in order."""
+        if len(self._optimizers) != 1:
+            raise ValueError(
+                f"the net has the optimizers {self._optimizers}: each would take two gradients "
+                "of its own and move while the others look on. Give all parameters to one, in "
+                "groups (optimizer__param_groups)"
+            )
+        opt = getattr(self, self._optimizers[0] + "_")
+        if not isinstance(opt, StormOptimizer):
+            raise TypeError(
+                f"StormMixin is for the optimizers of stormplus, got {type(opt).__name__}. An "
+                "AcceleratedOptimizer comes from skorch's AccelerateMixin, whose step has no "
+                "closure: leave that mixin out"
+            )
+        if step_fn is None:
+            raise TypeError("_step_optimizer got no closure: pass it the net's step_fn")
+        parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
+        model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
+        opt.step(same_sample(opt, model)(step_fn))

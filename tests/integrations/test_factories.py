@@ -1,0 +1,165 @@
+"""The optimizers by name, from timm and from pytorch_optimizer."""
+
+import importlib.util
+import sys
+import types
+
+import pytest
+import torch
+from plain_loop import assert_same_runs, batches, network, plain_run, snapshot
+from torch.nn import functional as F
+
+from stormplus import SimplifiedStormPlus, Storm, StormPlus, same_sample
+from stormplus.integrations.factories import register_pytorch_optimizer, register_timm
+
+NAMES = {"stormplus": StormPlus, "simplifiedstormplus": SimplifiedStormPlus, "storm": Storm}
+
+
+@pytest.fixture(scope="module")
+def timm_optim():
+    """timm's own `timm.optim`.
+
+    Importing `timm` or `timm.models` imports every model, which needs a torchvision that fits
+    the installed torch. Where there is none, the two are empty packages whose folders are
+    timm's, so that all of `timm.optim` is the real code; what it takes from `timm.models` is
+    for `layer_decay` alone, which no test here uses.
+    """
+    if importlib.util.find_spec("timm") is None:
+        pytest.skip("timm is not installed")
+    if importlib.util.find_spec("torchvision") is None:
+        for name in ("timm", "timm.models"):
+            bare = types.ModuleType(name)
+            bare.__spec__ = importlib.util.find_spec(name)
+            bare.__path__ = bare.__spec__.submodule_search_locations
+            sys.modules[name] = bare
+        bare.group_parameters = None
+    yield importlib.import_module("timm.optim")
+    for name in [name for name in sys.modules if name.split(".")[0] == "timm"]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def pytorch_optimizer():
+    module = pytest.importorskip("pytorch_optimizer")
+    registry = sys.modules["pytorch_optimizer.optimizer"].OPTIMIZERS
+    before = dict(registry)
+    yield module
+    registry.clear()
+    registry.update(before)
+
+
+def train(model, opt, wrap=lambda closure: closure):
+    snapshots = []
+    for i, (x, y) in enumerate(batches()):
+        torch.manual_seed(i)
+
+        def closure():
+            opt.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        base = opt if isinstance(opt, StormPlus) else opt.optimizer
+        opt.step(same_sample(base, model)(wrap(closure)))
+        snapshots.append(snapshot(model))
+    return snapshots
+
+
+def plain(**options):
+    return plain_run(network(), batches(), each=lambda i, _: torch.manual_seed(i), **options)[0]
+
+
+def decayed(model, decay):
+    """Weight decay for matrices only, as the factories have it."""
+    return [
+        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": decay},
+    ]
+
+
+def test_timm_knows_the_names(timm_optim, caplog):
+    register_timm()
+    register_timm()  # again: nothing happens
+    assert not caplog.records
+    assert set(timm_optim.list_optimizers("*storm*")) == set(NAMES)
+    for name, kind in NAMES.items():
+        assert issubclass(timm_optim.get_optimizer_class(name), kind)
+        assert timm_optim.get_optimizer_info(name).description
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_timm_makes_the_optimizer(timm_optim, name):
+    register_timm()
+    opt = timm_optim.create_optimizer_v2(network(), name, momentum=0.9, eps=1e-8)
+    assert isinstance(opt, NAMES[name])
+    assert opt.param_groups[0]["lr"] == 1.0
+
+
+def test_timm_runs_as_the_plain_loop(timm_optim):
+    register_timm()
+    model = network()
+    opt = timm_optim.create_optimizer_v2(model, "stormplus", lr=0.5)
+    assert_same_runs(train(model, opt), plain(lr=0.5))
+    assert model.evaluations == 2 * len(batches()) - 1
+
+
+def test_timm_weight_decay_spares_vectors(timm_optim):
+    register_timm()
+    model, other = network(), network()
+    opt = timm_optim.create_optimizer_v2(model, "stormplus", weight_decay=0.1, norm="mean")
+    run = train(model, opt)
+    assert_same_runs(run, train(other, StormPlus(decayed(other, 0.1), norm="mean")))
+
+
+def test_timms_lookahead_is_refused(timm_optim):
+    register_timm()
+    opt = timm_optim.create_optimizer_v2(network(), "lookahead_stormplus")
+    with pytest.raises(RuntimeError, match="without it"):
+        opt.step(lambda: None)
+
+
+def test_a_script_without_a_closure_is_refused(timm_optim):
+    register_timm()
+    with pytest.raises(TypeError, match="needs a closure"):
+        timm_optim.create_optimizer_v2(network(), "stormplus").step()
+
+
+def test_pytorch_optimizer_knows_the_names(pytorch_optimizer):
+    register_pytorch_optimizer()
+    register_pytorch_optimizer()
+    assert set(pytorch_optimizer.get_supported_optimizers("*storm*")) == set(NAMES)
+    for name, kind in NAMES.items():
+        assert issubclass(pytorch_optimizer.load_optimizer(name), kind)
+
+
+def test_pytorch_optimizer_runs_as_the_plain_loop(pytorch_optimizer):
+    register_pytorch_optimizer()
+    model = network()
+    opt = pytorch_optimizer.create_optimizer(model, "StormPlus", lr=0.5)
+    assert_same_runs(train(model, opt), plain(lr=0.5))
+    assert model.evaluations == 2 * len(batches()) - 1
+
+
+def test_pytorch_optimizer_projects_both_gradients(pytorch_optimizer):
+    register_pytorch_optimizer()
+    model, other = network(), network()
+    opt = pytorch_optimizer.create_optimizer(model, "stormplus", lr=0.5, use_orthograd=True)
+    plain_opt = StormPlus(other.parameters(), lr=0.5)
+    project = pytorch_optimizer.OrthoGrad(torch.optim.SGD(other.parameters()))
+
+    def projected(closure):
+        def evaluate():
+            loss = closure()
+            project.apply_orthogonal_gradients(other.parameters())
+            return loss
+
+        return evaluate
+
+    assert_same_runs(train(model, opt), train(other, plain_opt, wrap=projected))
+
+
+def test_pytorch_optimizers_lookahead_is_refused(pytorch_optimizer):
+    register_pytorch_optimizer()
+    opt = pytorch_optimizer.create_optimizer(network(), "stormplus", use_lookahead=True)
+    with pytest.raises(RuntimeError, match="without it"):
+        opt.step(lambda: None)
