@@ -1,10 +1,12 @@
 # Every target sets up the virtual environment first; nothing else is needed.
 PYTHON ?= python3
 VENV ?= .venv
+TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_LONG := $(VENV)/.ready-long
 
-.PHONY: demo test test-long test-all lint format bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all lint format docs report paper bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -13,12 +15,20 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "stormplus needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install -q -c constraints.txt torch==$(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
 	@touch $@
 
-demo: $(READY)  ## STORM+ untuned against SGD, Adam and AdaGrad: a table and a figure
-	$(BIN)/python examples/demo.py
+# The trainers and the site's generator: only the long parts need them. fastai and timm ask for
+# torchvision, which the parts used here never import and which does not load beside this build
+# of torch, so they come without their dependencies.
+$(READY_LONG): $(READY)
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,trainers,docs]'
+	$(BIN)/python -m pip install -q -c constraints.txt --no-deps fastai timm
+	@touch $@
+
+demo: $(READY)  ## STORM+ against its rivals on two embedded workloads: a table and a figure
+	$(BIN)/stormplus compare quick --output out/demo
 
 lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff check .
@@ -28,7 +38,7 @@ lint: $(READY)  ## ruff and mypy
 test: lint  ## the suite
 	$(BIN)/python -m pytest
 
-test-long: $(READY)  ## the long parts
+test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statistics
 	$(BIN)/python -m pytest -m long
 
 test-all: test test-long  ## both
@@ -36,6 +46,16 @@ test-all: test test-long  ## both
 format: $(READY)  ## let ruff put things right
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(READY_LONG)  ## the site, in ./site
+	$(BIN)/mkdocs build --strict
+
+report: $(READY)  ## the benchmark's page and README's results, from the committed rows
+	$(BIN)/stormplus report docs/results/smooth.jsonl docs/results/networks.jsonl \
+		--output out/report --readme README.md
+
+paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
+	$(BIN)/stormplus paper --scale cpu --jobs 2
 
 bench-step: $(READY)  ## time the optimizer's own work against torch.optim
 	$(BIN)/python benchmark/bench_step.py

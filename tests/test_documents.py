@@ -1,19 +1,49 @@
 """Every Python block of the README and of the docs runs, in order, in one namespace a file."""
 
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+OTHERS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / ".github").rglob("*.md"))]
+# A page that imports one of these runs if it is installed; some must be the first of their kind
+# in a process (Keras takes its backend at import), or start threads that outlive the page.
+OPTIONAL = {
+    "jax", "optax", "lightning", "transformers", "accelerate", "skorch", "fastai", "keras",
+    "pytorch_optimizer", "mlflow", "wandb", "timm", "composer",
+}  # fmt: skip
+IN_A_PROCESS_OF_ITS_OWN = "integrations"  # the folder; long, as importing a trainer takes seconds
+RUN = [
+    pytest.param(page, marks=[pytest.mark.long] * (page.parent.name == IN_A_PROCESS_OF_ITS_OWN))
+    for page in PAGES
+]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def name_of(page):
+    return str(page.relative_to(ROOT))
+
+
+def code_blocks(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("page", RUN, ids=name_of)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
-    if any(re.search(r"^\s*(import|from) (jax|optax|stormplus\.jax)", b, re.M) for b in blocks):
-        pytest.importorskip("jax")
+    blocks = code_blocks(page)
+    imported = set(re.findall(r"^\s*(?:import|from) (\w+)", "\n".join(blocks), re.MULTILINE))
+    if any("stormplus.jax" in block for block in blocks):
+        imported |= {"jax", "optax"}
+    if page.parent.name == IN_A_PROCESS_OF_ITS_OWN:
+        run_apart(blocks, imported & OPTIONAL, tmp_path)
+        return
+    for module in sorted(imported & OPTIONAL):
+        pytest.importorskip(module)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for block in blocks:
@@ -21,7 +51,26 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     assert "README" not in page.name or len(blocks) >= 4
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def run_apart(blocks, modules, tmp_path):
+    from importlib.util import find_spec
+
+    absent = sorted(module for module in modules if find_spec(module) is None)
+    if absent:
+        pytest.skip(f"not installed: {', '.join(absent)}")
+    script = tmp_path / "page.py"
+    script.write_text("\n".join(blocks))
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        cwd=tmp_path,
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 def test_links_between_files_hold(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         if "://" not in target:
@@ -30,6 +79,46 @@ def test_links_between_files_hold(page):
 
 def test_every_make_target_named_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
-        named = set(re.findall(r"(?:^|`)make ([a-z-]+)", page.read_text(), re.MULTILINE))
+    workflows = sorted((ROOT / ".github").rglob("*.yml"))
+    for page in [*PAGES, *OTHERS, *workflows]:
+        named = set(re.findall(r"(?:^|`|run: )make ([a-z-]+)", page.read_text(), re.MULTILINE))
         assert named <= targets, f"{page.name} names {named - targets}"
+
+
+def test_every_figure_has_a_command_beside_it():
+    for page in PAGES:
+        text = page.read_text()
+        for figure in re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text):
+            assert (page.parent / figure).is_file(), f"{page.name} shows {figure}"
+            assert re.search(
+                r"python (docs/scripts|examples)/|stormplus [a-z]+|make [a-z]+", text
+            ), f"{page.name} shows {figure} and names no command that draws it"
+
+
+def test_every_example_is_listed():
+    listed = set(re.findall(r"\.\./examples/([\w.]+)\)", (DOCS / "examples.md").read_text()))
+    there = {
+        path.name for path in (ROOT / "examples").iterdir() if path.suffix in (".py", ".ipynb")
+    }
+    assert listed == there
+
+
+def test_every_page_is_in_the_navigation():
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {
+        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    }
+
+
+def test_choosing_quotes_the_recorded_numbers():
+    recorded = json.loads((DOCS / "results" / "choosing.json").read_text())
+    text = (DOCS / "choosing.md").read_text()
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+) \((\S+)\) \| ([\d.]+) \((\S+)\) \|$", text, re.M)
+    assert len(rows) == 7
+    for name, *quoted in rows:
+        key = re.sub(r'`norm="(\w+)"`', r"\1", name)
+        for model, loss, lr in zip(
+            ("perceptron, 64-64-10", "two convolutions, BatchNorm"), quoted[::2], quoted[1::2]
+        ):
+            losses = recorded[model][key]
+            assert losses[lr] == min(losses.values()) == float(loss)

@@ -227,3 +227,45 @@ def test_one_cycle_needs_cycle_momentum_false():
     _, _, opt = made(StormPlus)
     with pytest.raises(ValueError, match="momentum"):
         torch.optim.lr_scheduler.OneCycleLR(opt, max_lr=1.0, total_steps=20)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_closure_that_computes_nothing_the_second_time_is_refused(set_to_none):
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 1))
+    opt = StormPlus(model.parameters())
+    x, calls = torch.randn(5, 3), 0
+
+    def closure(idle=False):
+        nonlocal calls
+        calls += 1
+        if idle:
+            return None
+        opt.zero_grad(set_to_none=set_to_none)
+        loss = model(x).square().mean()
+        loss.backward()
+        return loss
+
+    opt.step(closure)
+    opt.step(closure)
+    calls = 0
+    with pytest.raises(RuntimeError, match="has not computed a gradient"):
+        opt.step(lambda: closure(idle=calls > 0))
+    assert calls == 2
+    assert opt.pending  # as after any second evaluation that fails
+    opt.step(closure)
+    assert not opt.pending
+
+
+def test_gradients_that_accumulate_count_as_computed():
+    w = torch.nn.Parameter(torch.ones(2))
+    unused = torch.nn.Parameter(torch.ones(2))
+    unused.grad = torch.zeros(2)
+    opt = StormPlus([unused, w])
+
+    def closure():  # never zeroes: wrong for other reasons, but not for this one
+        loss = (w**2).sum()
+        loss.backward()
+        return loss
+
+    for _ in range(3):
+        opt.step(closure)

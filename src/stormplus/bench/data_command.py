@@ -32,7 +32,7 @@ def data(ctx: click.Context, names: tuple[str, ...], folder: Path | None) -> Non
         export STORMPLUS_DATA=~/data
         stormplus data                     # what there is, what is missing
         stormplus data mnist shakespeare   # fetch two of them
-        stormplus bench                    # now with their workloads
+        stormplus compare networks         # now with their workloads
 
     A file is fetched from its official source, compared with its known checksum, and only
     then given its name. What is already there is checked and left alone. On a machine without

@@ -25,7 +25,7 @@ from stormplus.torch.kernels import undo_estimate
 from stormplus.torch.memory import PENDING, READY, START, RememberingOptimizer
 from stormplus.torch.norms import Part, collect
 from stormplus.torch.options import Options, closure_needed
-from stormplus.torch.work import JOINED, Work, blame, gather
+from stormplus.torch.work import JOINED, FreshGradients, Work, blame, gather
 
 _RETRY = {  # by whether the parameters are where they were
     True: "nothing has moved: go on with another sample",
@@ -116,8 +116,10 @@ class StormOptimizer(RememberingOptimizer):
         self._move()
         if self._options.replay:
             streams.rewind()
+        fresh = FreshGradients(self._params())
         try:
             evaluate()
+            fresh.check()
             self._estimate()
         except BaseException:
             self._home["rng"] = streams.pack()  # for `same_sample`, should it be completed

@@ -85,5 +85,6 @@ def closure_needed(name: str) -> str:
         "        opt.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); return loss\n"
         "    opt.step(closure)\n"
         "In a loop that owns its backward passes use opt.move() and opt.estimate() instead; "
-        "with a GradScaler, stormplus.scaled_step(opt, scaler, closure, model)."
+        "with a GradScaler, stormplus.scaled_step(opt, scaler, closure, model); inside a trainer, "
+        "stormplus.integrations."
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from stormplus.torch.fused import Fused
 from stormplus.torch.kernels import BLOCK, Batch, Foreach, Kernels, Plain
@@ -153,3 +154,28 @@ def blame(param_groups: list[dict[str, Any]]) -> str:
         "a squared norm or a sum of them is not finite: of a gradient on another process, of a "
         "parameter under weight decay, or of the estimator"
     )
+
+
+class FreshGradients:
+    """Checks that an evaluation has written a gradient since this was made.
+
+    Trainers that step without a closure may pass an empty one instead: both gradients would
+    silently be the same tensor. Weak references, for gradients must be free to go.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        self._seen = [
+            (p, TensorWeakRef(p.grad), p.grad._version) for p in params if p.grad is not None
+        ]
+
+    def check(self) -> None:
+        if self._seen and all(
+            p.grad is not None and p.grad is grad() and p.grad._version == version
+            for p, grad, version in self._seen
+        ):
+            raise RuntimeError(
+                "the closure has not computed a gradient: after its second call every p.grad is "
+                "the tensor of the first, unwritten. Call backward in it, on the same sample; if "
+                "gradients are written behind autograd's back (CUDA graphs), use move() and "
+                "estimate(); inside a trainer, stormplus.integrations"
+            )

@@ -1,0 +1,124 @@
+"""What the site has beyond the pages of `docs/`: the examples, and the commands' help.
+
+The pages are written to be read in the repository too, where `../examples/ddp.py` is a file.
+On the site each example is a page made from that file, and links to it are turned round.
+A link to any other file of the repository is left as plain text.
+"""
+
+from __future__ import annotations
+
+import ast
+import logging
+import posixpath
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+from markdown import Extension, Markdown
+from markdown.inlinepatterns import SimpleTextInlineProcessor
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+LOG = logging.getLogger("mkdocs.hooks")  # a warning ends a strict build
+ROOT = Path(__file__).parents[2]
+LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+COMMANDS = "<!-- the help of every command -->"
+
+
+class Formulas(Extension):
+    """In pages and in docstrings alike the underscore of `g~_t` begins no emphasis."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        priority = 75  # after code (190), before emphasis (60)
+        md.inlinePatterns.register(SimpleTextInlineProcessor(r"(~_)"), "g_tilde", priority)
+
+
+def on_config(config: MkDocsConfig) -> None:
+    config.markdown_extensions.append(Formulas())  # type: ignore[arg-type]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path in sorted((ROOT / "examples").iterdir()):
+        if path.suffix not in (".py", ".ipynb"):
+            continue
+        text = example_page(path) if path.suffix == ".py" else notebook_page(path)
+        files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = posixpath.dirname(page.file.src_uri)
+    code: list[str] = []
+
+    def put_aside(match: re.Match[str]) -> str:
+        code.append(match[0])
+        return f"\0{len(code) - 1}\0"
+
+    def turn_round(match: re.Match[str]) -> str:
+        text, target, _ = match.groups()
+        if "://" in target:
+            return match[0]
+        in_docs = posixpath.normpath(posixpath.join(here, target))
+        if not in_docs.startswith("../"):
+            return match[0]
+        stem = posixpath.splitext(in_docs.removeprefix("../"))[0]
+        if files.get_file_from_path(f"{stem}.md") is None:
+            return text
+        return f"[{text}]({posixpath.relpath(f'{stem}.md', here or '.')})"
+
+    markdown = LINK.sub(turn_round, FENCED.sub(put_aside, markdown))
+    markdown = re.sub(r"\0(\d+)\0", lambda match: code[int(match[1])], markdown)
+    return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
+
+
+def example_page(path: Path) -> str:
+    source = path.read_text()
+    title = (ast.get_docstring(ast.parse(source)) or path.stem).splitlines()[0].rstrip(".")
+    return f"# {title}\n\n`examples/{path.name}`\n\n```python\n{source}```\n"
+
+
+def notebook_page(path: Path) -> str:
+    """A notebook's text, code and stored output, without a notebook's scripts."""
+    import nbformat
+
+    parts: list[str] = []
+    for cell in nbformat.read(path, as_version=4).cells:
+        if cell.cell_type == "markdown":
+            parts.append(cell.source)
+            continue
+        parts.append(f"```python\n{cell.source}\n```")
+        for output in cell.get("outputs", []):
+            data: dict[str, Any] = output.get("data", {})
+            if "image/png" in data:
+                parts.append(f"![output](data:image/png;base64,{data['image/png'].strip()})")
+            elif text := output.get("text") or data.get("text/plain"):
+                parts.append(f"```text\n{text.rstrip()}\n```")
+    return "\n\n".join(parts) + "\n"
+
+
+def commands() -> str:
+    from stormplus.cli import main
+
+    return "\n\n".join(help_of(main, "stormplus", None))
+
+
+def help_of(command: click.Command, name: str, parent: click.Context | None) -> Iterator[str]:
+    """The help of a command, then that of each command inside it."""
+    context = click.Context(
+        command, parent, info_name=name, max_content_width=80, terminal_width=80
+    )
+    if parent is not None:
+        yield f"## {context.command_path}"
+    yield f"```text\n{command.get_help(context)}\n```"
+    for inner in command.list_commands(context) if isinstance(command, click.Group) else ():
+        try:
+            found = command.get_command(context, inner)
+        except click.ClickException as error:  # an extra that is not installed
+            LOG.warning("stormplus %s has no help here: %s", inner, error.message)
+            continue
+        assert found is not None
+        yield from help_of(found, inner, context)

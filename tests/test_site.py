@@ -1,0 +1,128 @@
+"""The site: it builds strictly, its links hold, it names everything public, it fetches nothing."""
+
+import importlib
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+import pytest
+
+pytest.importorskip("mkdocs")
+pytest.importorskip("mkdocstrings")
+
+pytestmark = pytest.mark.long
+ROOT = Path(__file__).parents[1]
+# Tags whose address a browser fetches by itself; a link is followed by its reader only.
+FETCHED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "link": "href"}
+
+
+class Document(HTMLParser):
+    def __init__(self, path):
+        super().__init__()
+        self.ids, self.links, self.fetched, self.emphasised = set(), [], [], []
+        self._open = False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag, attrs):
+        attributes = dict(attrs)
+        self._open |= tag == "em"
+        self.ids |= {attributes[key] for key in ("id", "name") if attributes.get(key)}
+        if tag == "a" and attributes.get("href"):
+            self.links.append(attributes["href"])
+        if tag in FETCHED and attributes.get(FETCHED[tag]):
+            if attributes.get("rel") not in ("next", "prev", "canonical"):
+                self.fetched.append(attributes[FETCHED[tag]])
+            else:
+                self.links.append(attributes["href"])
+
+    def handle_endtag(self, tag):
+        self._open &= tag != "em"
+
+    def handle_data(self, data):
+        if self._open:
+            self.emphasised.append(data)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
+        cwd=ROOT, check=False, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return {path: Document(path) for path in folder.rglob("*.html")}
+
+
+def test_builds_strictly_with_every_page(site):
+    names = {path.name for path in site}
+    for page in (ROOT / "docs").rglob("*.md"):
+        assert f"{page.stem}.html" in names
+
+
+def test_links_and_anchors_resolve(site):
+    checked = 0
+    for path, document in site.items():
+        if path.name == "404.html":  # served at any depth, its addresses are absolute
+            continue
+        for link in [*document.links, *document.fetched]:
+            parts = urlsplit(link)
+            if parts.scheme or parts.netloc:
+                continue
+            target = (path.parent / unquote(parts.path)).resolve() if parts.path else path
+            if target.is_dir():
+                target /= "index.html"
+            assert target.exists(), f"{path.name} links to {link}"
+            if parts.fragment and target in site and parts.fragment != "__skip":
+                assert unquote(parts.fragment) in site[target].ids, f"{path.name} links to {link}"
+            checked += 1
+    assert checked > 500
+
+
+@pytest.mark.parametrize(
+    "module", ["stormplus", "stormplus.jax", "stormplus.problems", "stormplus.theory"]
+)
+def test_every_public_name_has_an_entry(site, module):
+    if module == "stormplus.jax":
+        pytest.importorskip("jax")
+    entries = {
+        i for path, document in site.items() if path.parent.name == "api" for i in document.ids
+    }
+    package = importlib.import_module(module)
+    for name in package.__all__:
+        value = getattr(package, name)  # a name that is a module's too is listed by its home
+        assert {f"{module}.{name}", f"{value.__module__}.{value.__qualname__}"} & entries, name
+
+
+def test_no_formula_is_taken_for_emphasis(site):
+    for path, document in site.items():
+        for text in document.emphasised:
+            assert not set(text) & set("{}|^=~<>"), f"{path.name}: {text}"
+
+
+def test_every_integration_is_in_the_reference(site):
+    folder = ROOT / "src" / "stormplus" / "integrations"
+    page = next(d for path, d in site.items() if path.parts[-2:] == ("api", "integrations.html"))
+    inner = {"lightning_refusals"}  # a part of another module
+    for path in folder.glob("*.py"):
+        if not path.name.startswith("_") and path.stem not in inner:
+            prefix = f"stormplus.integrations.{path.stem}"
+            assert any(name.startswith(prefix) for name in page.ids), prefix
+
+
+def test_every_command_is_in_the_reference(site):
+    from stormplus.cli import COMMANDS
+
+    page = next(d for path, d in site.items() if path.name == "command-line.html")
+    for command in COMMANDS:
+        assert f"stormplus-{command}" in page.ids
+
+
+def test_nothing_is_fetched_from_elsewhere(site):
+    for path, document in site.items():
+        for address in document.fetched:
+            parts = urlsplit(address)
+            assert parts.scheme in ("", "data"), f"{path.name} fetches {address}"
+            assert not parts.netloc, f"{path.name} fetches {address}"
