@@ -49,6 +49,7 @@ class Objective(BaseObjective):
             "workload": self.workload.name,
             "budget": self.workload.budget,
             "batch_size": self.workload.batch_size,
+            "measured": self.workload.measured,
             "peak_memory_mb": training.peak_memory_mb,
             "state_mb": training.stepper.state_mb,
         }

@@ -13,5 +13,12 @@ def or_reason(make: Callable[[], Any], budget: int | None = None) -> dict[str, A
         workload = make()
     except MissingData as missing:
         return {"workload": None, "reason": str(missing)}
-    workload.budget = budget or workload.budget
+    set_budget(workload, budget)
     return {"workload": workload, "reason": None}
+
+
+def set_budget(workload: Any, budget: int | None) -> None:
+    """Another budget is another workload, with a name of its own."""
+    if budget and budget != workload.budget:
+        workload.budget = budget
+        workload.name = f"{workload.name} ({budget} evaluations)"

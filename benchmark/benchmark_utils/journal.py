@@ -29,6 +29,7 @@ def run_line(workload: Any, training: Any, run: dict[str, Any], seed: int) -> di
         "status": training.status,
         "budget": workload.budget,
         "batch_size": workload.batch_size,
+        "measured": workload.measured,
         "peak_memory_mb": round(training.peak_memory_mb, 1),
         "state_mb": round(training.stepper.state_mb, 4),
         "curve": {

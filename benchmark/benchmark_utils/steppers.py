@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmark_utils.training import Training
+from benchmark_utils.training import Diverged, Training
 from stormplus import same_sample
 
 
@@ -33,13 +33,19 @@ class OneGradient:
     @property
     def state_mb(self) -> float:
         """What the optimizer keeps between steps."""
-        tensors = {
-            id(value): value
-            for state in self.optimizer.state.values()
-            for value in (state.values() if isinstance(state, dict) else [state])
-            if isinstance(value, torch.Tensor)
-        }
-        return sum(t.numel() * t.element_size() for t in tensors.values()) / 2**20
+        held = [self.optimizer.state, self.optimizer.param_groups]
+        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
+        return sum(t.nbytes for k, t in _tensors(held).items() if k not in mine) / 2**20
+
+
+def _tensors(held: Any) -> dict[int, Tensor]:
+    """Every tensor in nested dicts and lists, once."""
+    if isinstance(held, Tensor):
+        return {id(held): held}
+    parts = held.values() if isinstance(held, dict) else held
+    if not isinstance(held, dict | list | tuple):
+        return {}
+    return {k: t for part in parts for k, t in _tensors(part).items()}
 
 
 class TwoGradients(OneGradient):
@@ -66,11 +72,19 @@ class Averaged(OneGradient):
         self.averager = averager
 
     def step(self, training: Training) -> None:
-        super().step(training)
+        try:
+            super().step(training)
+        except AssertionError as error:  # how it says that a norm is not a number
+            raise Diverged(str(error)) from error
         self.averager.step()
 
     def result(self, training: Training) -> nn.Module:
         return training.model if training.evaluations == 0 else self.averager.averaged_model
+
+    @property
+    def state_mb(self) -> float:
+        average = sum(p.nbytes for p in self.averager.averaged_model.parameters())
+        return super().state_mb + average / 2**20
 
 
 class ScheduleFree(OneGradient):
@@ -79,7 +93,7 @@ class ScheduleFree(OneGradient):
     Where there is BatchNorm its statistics are taken anew there, as its documentation asks.
     """
 
-    calibration = 10  # batches
+    calibration = 50  # batches, as its documentation has it
 
     def step(self, training: Training) -> None:
         self.optimizer.train()

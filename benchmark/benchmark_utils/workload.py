@@ -32,6 +32,7 @@ class Workload(ABC):
         batches: Mini-batches in the whole training set: what a full gradient costs.
         batch_norm: Whether the model has running statistics.
         fractions: Of the budget, where the run is measured.
+        measured: At most so many examples of each split are measured.
     """
 
     name: str
@@ -40,6 +41,8 @@ class Workload(ABC):
     batches: int
     batch_norm = False
     fractions: tuple[float, ...] = FRACTIONS
+    measured: int
+    device = "cpu"
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
@@ -87,6 +90,7 @@ class Smooth(Workload):
         self.problem, self.held_out, self.accuracy = problem, held_out, accuracy
         self.batch_size = problem.batch_size
         self.batches = math.ceil(problem.n_samples / problem.batch_size)
+        self.measured = problem.n_samples
 
     def model(self, seed: int) -> nn.Module:
         return self.problem.module(self.problem.start(seed))
@@ -149,6 +153,7 @@ class Network(Workload):
         self.prepare, self.criterion = prepare, criterion
         self.classes, self.full_grad = classes, full_grad
         self.batches = math.ceil(len(train[0]) / batch_size)
+        self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
@@ -169,9 +174,8 @@ class Network(Workload):
                     yield self.prepare(inputs[chosen]), targets[chosen]
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        inputs, targets = batch
-        device = next(model.parameters()).device
-        return self.criterion(model(inputs.to(device)), targets.to(device))
+        inputs, targets = (part.to(self.device) for part in batch)
+        return self.criterion(model(inputs), targets)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
@@ -179,9 +183,7 @@ class Network(Workload):
         found = {}
         for split, examples in (("train", self.train), ("valid", self.valid)):
             total, right, count = 0.0, 0.0, 0
-            device = next(model.parameters()).device
-            for chunk in self._chunks(examples):
-                inputs, targets = (part.to(device) for part in chunk)
+            for inputs, targets in self._chunks(examples):
                 predicted = model(inputs)
                 total += float(self.criterion(predicted, targets)) * len(inputs)
                 if self.classes:
@@ -216,4 +218,5 @@ class Network(Workload):
     def _chunks(self, examples: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = (part[: self.measured] for part in examples)
         for start in range(0, len(inputs), 500):
-            yield self.prepare(inputs[start : start + 500]), targets[start : start + 500]
+            chunk = self.prepare(inputs[start : start + 500]), targets[start : start + 500]
+            yield chunk[0].to(self.device), chunk[1].to(self.device)

@@ -1,5 +1,6 @@
 from typing import Any
 
+from benchmark_utils.availability import or_reason
 from benchmark_utils.smooth_workloads import MAKERS
 from benchopt import BaseDataset
 
@@ -13,6 +14,4 @@ class Dataset(BaseDataset):
     requirements = ["pip::stormplus[bench]"]
 
     def get_data(self) -> dict[str, Any]:
-        workload = MAKERS[self.problem]()
-        workload.budget = self.budget or workload.budget
-        return {"workload": workload, "reason": None}
+        return or_reason(MAKERS[self.problem], self.budget)

@@ -22,14 +22,16 @@ class Plot(BasePlot):
     def plot(self, df: Any, workload: str) -> list[dict[str, Any]]:
         cost = scores.cost_of_not_tuning(rows.from_benchopt(df))
         if workload == MEAN:
-            lost = scores.mean_lost(cost)
+            mean = scores.mean_lost(cost)
+            lost, notes = mean["mean"], mean["note"].to_dict()
         else:
             lost = cost[cost["workload"] == workload].set_index("method")["lost"].sort_values()
+            notes = {}
         return [
             {
                 "y": [100 * min(float(value), 1.0)],  # divergence is as bad as no training
                 "text": per_cent(value),
-                "label": method,
+                "label": method + notes.get(method, ""),
                 "color": style_of(method).colour,
             }
             for method, value in lost.items()

@@ -4,6 +4,7 @@ import numpy as np
 from benchopt import BasePlot
 
 from stormplus.bench import rows, scores
+from stormplus.bench.finals import ONE_LR, any_left_out
 from stormplus.bench.style import ordered, style_of
 
 
@@ -30,8 +31,10 @@ class Plot(BasePlot):
         ]
 
     def get_metadata(self, df: Any, lr: str) -> dict[str, Any]:
+        left_out = lr == "best" and any_left_out(rows.from_benchopt(df))
+        title = f"each method at its {lr} learning rate; before the name: the score"
         return {
-            "title": f"each method at its {lr} learning rate; before the name: the score",
+            "title": f"{title}\n{ONE_LR}" if left_out else title,
             "xlabel": "times the gradient evaluations of the fastest method",
             "ylabel": "share of the workloads",
             "scale": "linear",

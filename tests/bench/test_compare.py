@@ -1,5 +1,6 @@
 """The command end to end: rows, resuming, interruption, bad input."""
 
+import contextlib
 import json
 import os
 import signal
@@ -8,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 from click.testing import CliRunner
@@ -24,7 +26,7 @@ SUITE = {
     "dataset": [{"smooth": {"problem": ["logistic-breast-cancer"], "budget": [40]}}],
     "solver": [
         {"storm-plus": {"lr": [None, 0.1], "norm": ["raw"]}},
-        {"sgd": {"lr": [0.1, 1e9]}},
+        {"sgd": {"lr": [0.1, 1e308]}},
     ],
 }
 
@@ -49,7 +51,7 @@ def test_every_run_gives_a_row_with_all_that_is_measured(suite, tmp_path):
     keys = {(r["method"], r["lr"], r["seed"]) for r in found}
     assert keys == {
         (method, lr, seed)
-        for method, lr in [("STORM+", 1.0), ("STORM+", 0.1), ("SGD", 0.1), ("SGD", 1e9)]
+        for method, lr in [("STORM+", 1.0), ("STORM+", 0.1), ("SGD", 0.1), ("SGD", 1e308)]
         for seed in (0, 1)
     }
     for run in found:
@@ -59,7 +61,7 @@ def test_every_run_gives_a_row_with_all_that_is_measured(suite, tmp_path):
         assert run["versions"]["torch"]
         assert run["machine"]
         assert run["peak_memory_mb"] > 0
-        if run["lr"] == 1e9:  # a result, not a crash
+        if run["lr"] == 1e308:  # a result, not a crash
             assert run["status"] == "diverged"
             assert curve["train_loss"][-1] is None
             continue
@@ -96,7 +98,9 @@ def wait_for_rows(journal, count, child):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "kill"])
+@pytest.mark.parametrize(
+    "sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "term", "kill"]
+)
 def test_an_interruption_loses_nothing_that_was_done(tmp_path, sign):
     slow = SUITE | {
         "dataset": [{"smooth": {"problem": ["logistic-breast-cancer"], "budget": [2000]}}],
@@ -108,14 +112,21 @@ def test_an_interruption_loses_nothing_that_was_done(tmp_path, sign):
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     journal = tmp_path / "rows.jsonl"
     wait_for_rows(journal, 2, child)
+    below = psutil.Process(child.pid).children(recursive=True)
     child.send_signal(sign)
     output = child.communicate(timeout=60)[0]
-    if sign == signal.SIGINT:
+    if sign == signal.SIGKILL:  # benchopt outlives it: a second one must not start beside it
+        refused = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        assert refused.returncode == 1
+        assert "another run is writing" in refused.stderr
+        for process in below:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(below, timeout=30)
+    else:
         assert child.returncode == 130
         assert "the same command goes on" in output
-    else:  # benchopt itself may outlive its killed parent: end it before going on
-        subprocess.run(["pkill", "-9", "-f", str(tmp_path)], check=False)
-        subprocess.run(["pkill", "-9", "-f", "benchopt run"], check=False)
+        assert not psutil.wait_procs(below, timeout=30)[1]  # nothing is left running
     kept = rows.keys(journal)
     assert 2 <= len(kept) < 14
     again = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
@@ -164,13 +175,33 @@ def test_runs_without_a_row_are_an_error_that_names_them(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("dataset: [", "not YAML"), ("- 1", "should have the keys"), ("dataset: [smooth]", "keys")],
+    [
+        ("dataset: [", "not YAML"),
+        ("- 1", "should have the keys"),
+        ("dataset: [smooth]", "keys"),
+        ("{dataset: [smooth], solver: [sgd], timeout: 3}", "timeout would be ignored"),
+    ],
 )
 def test_a_bad_suite_is_explained(tmp_path, text, message):
     path = tmp_path / "bad.yml"
     path.write_text(text)
     with pytest.raises(BadSuite, match=message):
         read_suite(str(path))
+
+
+def test_another_budget_is_another_workload():
+    names = {
+        make_plan(SUITE | {"dataset": [{"smooth": {"problem": ["nmf"], "budget": [budget]}}]})
+        .runs[0]
+        .workload
+        for budget in (None, 1500, 60)
+    }
+    assert names == {"nmf", "nmf (60 evaluations)"}
+
+
+@pytest.mark.parametrize("option", ["--jobs", "--threads"])
+def test_less_than_one_worker_is_a_usage_error(option):
+    assert CliRunner().invoke(compare, [option, "0"]).exit_code == 2
 
 
 def test_an_unknown_suite_names_those_there_are():

@@ -102,35 +102,66 @@ def long_frame(tmp_path, losses, accuracies):
 
 
 def test_the_claims_are_read_off_the_rows(tmp_path):
-    # STORM and STORM+ lead in training, Adam in test accuracy; nobody wanders at the end.
+    # STORM and STORM+ lead in training loss, Adam in every accuracy; nobody wanders at the end.
     losses = {m: [3.0, 1.0, 1.0, 1.0] for m in SOLVERS}
     losses |= {m: [3.0, 0.5, 0.5, 0.5] for m in TWO_GRADIENTS}
     losses |= {"AdaGrad": [3.0, 0.8, 0.8, 0.8]}
     accuracies = {m: [0.1, 0.6, 0.6, 0.6] for m in SOLVERS}
     accuracies |= {m: [0.1, 0.61, 0.61, 0.61] for m in TWO_GRADIENTS}
     accuracies |= {"Adam": [0.1, 0.62, 0.62, 0.62]}
-    frame = long_frame(tmp_path, losses, accuracies)
-    found = claims(frame, "evaluations")
-    assert [c.verdict for c in found] == ["seen", "not seen", "seen", "seen", "seen"]
-    # The second: training accuracy of Adam (0.62) beats theirs (0.61).
-    assert "Adam 1.000" in found[1].numbers
-    assert "STORM+ 0.500" in found[1].numbers
+    found = claims(long_frame(tmp_path, losses, accuracies), "evaluations")
+    # Close: yes. Ahead in training: not in accuracy, Adam has 0.62. Adam and SGD behind: the
+    # same. Adam generalises best: yes; followed by ours, 0.61 against 0.6: yes. Comparable with
+    # the adaptive methods: their losses are 0.8 and 1, beyond a tenth of 0.5.
+    assert [c.verdict for c in found] == [
+        *("seen", "not seen", "not seen", "seen", "seen", "not seen")
+    ]
+    assert "train loss: AdaGrad 0.800, Adam 1.000" in found[1].numbers
+    assert "STORM+ mean" not in found[1].numbers
+
+
+def test_each_form_of_ours_is_judged_by_itself(tmp_path):
+    losses = {m: [3.0, 1.0, 1.0, 1.0] for m in SOLVERS} | {"STORM+": [3.0, 2.0, 2.0, 2.0]}
+    frame = long_frame(tmp_path, losses, {m: [0.1, 0.5, 0.5, 0.5] for m in SOLVERS})
+    assert claims(frame, "evaluations", "STORM+")[0].verdict == "not seen"
+    assert claims(frame, "evaluations", "STORM+ mean")[0].verdict == "seen"
 
 
 def test_a_gap_within_the_wander_is_inconclusive(tmp_path):
     losses = {m: [3.0, 1.0, 1.4, 1.2] for m in SOLVERS} | {"STORM+": [3.0, 1.0, 1.4, 1.15]}
     frame = long_frame(tmp_path, losses, {m: [0.1, 0.5, 0.6, 0.55] for m in SOLVERS})
-    assert claims(frame, "evaluations")[2].verdict == "inconclusive"
+    verdicts = [c.verdict for c in claims(frame, "evaluations")]
+    assert verdicts == ["inconclusive"] * 6
+
+
+def test_a_run_that_diverges_is_last_and_holds_nobody_back(tmp_path):
+    losses = {m: [3.0, 0.5, 0.5, 0.5] for m in SOLVERS} | {"SGD momentum": [3.0, None]}
+    accuracies = {m: [0.1, 0.6, 0.6, 0.6] for m in SOLVERS} | {"SGD momentum": [0.1, None]}
+    frame = long_frame(tmp_path, losses, accuracies)
+    found = claims(frame, "evaluations")
+    assert "Adam 0.500" in found[1].numbers
+    assert "SGD momentum inf" in found[1].numbers
+    assert found[0].verdict == "seen"
 
 
 def test_equal_epochs_gives_two_gradient_methods_twice_the_evaluations(tmp_path):
-    # At equal evaluations Adam ends at 1; at the epoch where STORM+ ends, 1.5 batches of the
-    # data behind, Adam was at 2 still: samples 0, 20, 40, 60 against 0, 10, 20, 30.
+    # At equal evaluations Adam ends at 1; where STORM+ has seen as many samples, Adam was in
+    # the middle between 3 and 2: samples 0, 20, 40, 60 against 0, 10, 20, 30.
     losses = {m: [4.0, 3.0, 2.0, 1.0] for m in SOLVERS}
     frame = long_frame(tmp_path, losses, {m: [0.1] * 4 for m in SOLVERS})
-    assert "Adam 1.000" in claims(frame, "evaluations")[2].numbers
-    assert "Adam 3.000" in claims(frame, "epoch")[2].numbers
-    assert "STORM+ 1.000" in claims(frame, "epoch")[2].numbers
+    assert "Adam 1.000" in claims(frame, "evaluations")[1].numbers
+    assert "Adam 2.500" in claims(frame, "epoch")[1].numbers
+    assert "STORM+ 1.000" in claims(frame, "epoch")[1].numbers
+
+
+def test_ending_one_evaluation_early_is_no_advantage(tmp_path):
+    # Two gradients a step end at 59 of 60: everyone is read at 59, on the line from 2 to 1.
+    frame = long_frame(
+        tmp_path, {m: [4.0, 3.0, 2.0, 1.0] for m in SOLVERS}, {m: [0.1] * 4 for m in SOLVERS}
+    )
+    two = frame["method"].isin(TWO_GRADIENTS) & (frame["evaluations"] > 0)
+    frame.loc[two, "evaluations"] -= 1
+    assert "Adam 1.050" in claims(frame, "evaluations")[1].numbers
 
 
 def test_the_files_are_written_from_the_rows(tmp_path):
@@ -149,7 +180,7 @@ def test_the_files_are_written_from_the_rows(tmp_path):
     ]
     text = (tmp_path / "paper.md").read_text()
     assert "| STORM+ | 0.1 | 2.00 | 40 | 1.000" in text  # 20 samples of 100 in 1000 images
-    assert text.count("STORM and STORM+ are quite close") == 2
+    assert text.count("STORM and STORM+ are quite close") == 4  # two axes, two forms of ours
 
 
 def test_without_the_data_the_reason_is_given(tmp_path, monkeypatch):

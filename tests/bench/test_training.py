@@ -165,7 +165,7 @@ def test_divergence_is_a_status_and_keeps_the_curve():
     from benchmark_utils.steppers import OneGradient
 
     workload = digits("mlp")
-    run = training(workload, lambda t: OneGradient(torch.optim.SGD(t.model.parameters(), lr=1e8)))
+    run = training(workload, lambda t: OneGradient(torch.optim.SGD(t.model.parameters(), lr=1e30)))
     run.advance(0)
     assert math.isfinite(run.record()["train_loss"])
     run.advance(20)
@@ -173,6 +173,66 @@ def test_divergence_is_a_status_and_keeps_the_curve():
     assert run.record()["train_loss"] == math.inf
     assert len(run.curve["train_loss"]) == 2
     assert run.evaluations < 20
+
+
+def test_a_loss_that_is_only_large_may_come_back():
+    from benchmark_utils.smooth_workloads import phase_retrieval
+    from benchmark_utils.steppers import OneGradient
+
+    class Kick(OneGradient):
+        """Far away, and back: as D-Adaptation does on this very problem."""
+
+        def step(self, training):
+            super().step(training)
+            with torch.no_grad():
+                training.model.x += {1: 100.0, 2: -100.0}.get(training.evaluations, 0.0)
+
+    run = training(
+        phase_retrieval(), lambda t: Kick(torch.optim.Adagrad(t.model.parameters(), lr=0.1))
+    )
+    run.advance(0)
+    start = run.record()["train_loss"]
+    run.advance(1)
+    assert run.record()["train_loss"] > 1e5 * start
+    run.advance(100)
+    assert run.status == "done"
+    assert run.record()["train_loss"] < start
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient"])
+def test_dog_that_meets_a_number_that_is_none_diverges(broken):
+    from benchmark_utils.steppers import Averaged
+
+    dog = pytest.importorskip("dog")
+    run = training(
+        digits("mlp"),
+        lambda t: Averaged(dog.DoG(t.model.parameters()), dog.PolynomialDecayAverager(t.model)),
+    )
+    parameter = next(run.model.parameters())
+    if broken == "loss":
+        parameter.data.fill_(math.nan)
+    else:
+        parameter.register_hook(lambda g: g * math.nan)
+    run.advance(STEPS)
+    assert run.status == "diverged"
+
+
+def test_the_state_counts_all_that_a_method_keeps():
+    from benchmark_utils.steppers import Averaged, OneGradient
+
+    dog, mechanic = pytest.importorskip("dog"), pytest.importorskip("mechanic_pytorch")
+    size = sum(p.nbytes for p in digits("mlp").model(0).parameters()) / 2**20
+    makers = {
+        1: lambda t: OneGradient(torch.optim.SGD(t.model.parameters(), momentum=0.9)),
+        2: lambda t: Averaged(
+            dog.DoG(t.model.parameters()), dog.PolynomialDecayAverager(t.model)
+        ),  # the start and the average
+        3: lambda t: OneGradient(mechanic.mechanize(torch.optim.AdamW)(t.model.parameters())),
+    }
+    for buffers, make in makers.items():
+        run = training(digits("mlp"), make)
+        run.advance(3)
+        assert run.stepper.state_mb == pytest.approx(buffers * size, rel=0.02)
 
 
 def test_the_averaged_point_is_what_dog_is_judged_by():
@@ -199,7 +259,15 @@ def test_schedule_free_is_judged_at_its_evaluation_point_and_goes_on():
     measured, plain = training(workload, make), training(workload, make)
     for run in (measured, plain):
         run.advance(STEPS)
-    measured.record()
+    before = [p.detach().clone() for p in measured.model.parameters()]
+    judged = measured.stepper.result(measured)
+    # At x, not at the y of the gradients; and statistics of 50 fresh batches there.
+    for p, q, y in zip(judged.parameters(), measured.model.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+        assert not torch.equal(p, y)
+    seen = judged[2].num_batches_tracked - measured.model[2].num_batches_tracked
+    assert seen == 50
+    measured.stepper.resume(measured)
     for run in (measured, plain):
         run.advance(2 * STEPS)
     for p, q in zip(measured.model.parameters(), plain.model.parameters(), strict=True):

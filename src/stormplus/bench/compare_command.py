@@ -11,6 +11,7 @@ from stormplus.bench import rows
 from stormplus.bench.engine import RunsFailed, execute
 from stormplus.bench.plan import BadSuite, Plan, make_plan, read_suite, suites
 
+AT_LEAST_ONE = click.IntRange(min=1)
 EXAMPLES = """\b
 Examples:
   stormplus compare                         two embedded workloads, about a minute
@@ -26,8 +27,10 @@ where it was left. `stormplus report DIR/rows.jsonl` makes the page."""
 @click.command(epilog=EXAMPLES)
 @click.argument("suite", default="quick")
 @click.option("--output", metavar="DIR", help="Where rows and pictures go.  [out/SUITE]")
-@click.option("--jobs", default=1, show_default=True, help="Runs side by side.")
-@click.option("--threads", default=1, show_default=True, help="Threads of each run.")
+@click.option("--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs side by side.")
+@click.option(
+    "--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads of each run."
+)
 @click.option(
     "--parallel-config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -64,7 +67,9 @@ def compare(  # noqa: PLR0917
             raise ValueError("nothing to run: see the reasons above")
         execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
     except KeyboardInterrupt:
-        console.print(f"\nstopped; what is done is in {journal}: the same command goes on")
+        console.print(
+            f"\nstopped; what is done is in {journal}: the same command goes on", soft_wrap=True
+        )
         raise SystemExit(130) from None
     except (BadSuite, RunsFailed, ValueError, OSError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error
@@ -96,5 +101,6 @@ def show(journal: Path, plan: Plan, folder: Path, console: Console) -> None:
     frame = frame[frame["workload"].isin(wanted)]
     console.print(final_table(frame))
     picture = folder / "curves.png"
-    curves_grid(frame).savefig(picture, dpi=150)
+    # A suite without any default shows each method at its best instead.
+    curves_grid(frame, best_lr=not frame["default"].any()).savefig(picture, dpi=150)
     console.print(f"figure: {picture}   rows: {journal}", highlight=False)

@@ -12,7 +12,9 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from stormplus.bench import rows
-from stormplus.bench.plan import Plan, Run, benchmark_folder
+from stormplus.bench.plan import KEYS, Plan, Run, benchmark_folder
 
 POLL = 0.5  # seconds
 PATIENCE = 15.0  # seconds for benchopt to stop by itself
@@ -60,58 +62,88 @@ def execute(
     console = console or Console(stderr=True)
     journal.parent.mkdir(parents=True, exist_ok=True)
     first = left = plan.left(rows.keys(journal))
-    while left:
-        _pass(
-            plan,
-            left,
-            journal,
-            console,
-            jobs=jobs,
-            threads=threads,
-            parallel_config=parallel_config,
-        )
-        missing = plan.left(rows.keys(journal))
-        # A worker that dies takes benchopt down with it: go on as long as rows are added.
-        if len(missing) == len(left):
-            run = missing[0]
-            raise RunsFailed(
-                f"{len(missing)} of {len(first)} runs gave no row, the first is {run.method} on "
-                f"{run.workload} at lr {run.lr:g}, seed {run.seed}: see {_log(journal)}"
-            )
-        left = missing
+    with _alone(journal) as lock, _interruptible():
+        while left:
+            command = _command(jobs, parallel_config)
+            _pass(plan, left, journal, console, command, _environment(journal, threads), lock)
+            missing = plan.left(rows.keys(journal))
+            # A worker that dies takes benchopt down with it: go on as long as rows are added.
+            if len(missing) == len(left):
+                run = missing[0]
+                raise RunsFailed(
+                    f"{len(missing)} of {len(first)} runs gave no row, the first is {run.method} "
+                    f"on {run.workload} at lr {run.lr:g}, seed {run.seed}: see {_log(journal)}"
+                )
+            left = missing
     return len(first)
+
+
+@contextlib.contextmanager
+def _alone(journal: Path) -> Iterator[int]:
+    """A lock that benchopt inherits, so that it holds even if this process is killed."""
+    import fcntl  # not on every system; only running needs it
+
+    with journal.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunsFailed(
+                f"another run is writing to {journal}, perhaps one that was killed and whose "
+                "benchopt process goes on: wait for it or end it, then give the same command"
+            ) from None
+        yield lock.fileno()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """Let a polite end, or a closed terminal, do what Ctrl-C does."""
+
+    def interrupt(_signal: int, _frame: Any) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = [signal.signal(sign, interrupt) for sign in signals]
+    try:
+        yield
+    finally:
+        for sign, handler in zip(signals, before):
+            signal.signal(sign, handler)
 
 
 def _log(journal: Path) -> Path:
     return journal.with_suffix(".log")
 
 
-def _pass(
+def _command(jobs: int, parallel_config: Path | None) -> list[str]:
+    command = [sys.executable, "-m", "benchopt", "run", str(benchmark_folder())]
+    command += ["--no-plot", "--no-display", "--no-timeout", "--no-cache", "--seed", "0"]
+    if parallel_config is not None:
+        return [*command, "--parallel-config", str(parallel_config)]
+    return [*command, "--n-jobs", str(jobs)]
+
+
+def _pass(  # noqa: PLR0917
     plan: Plan,
     left: list[Run],
     journal: Path,
     console: Console,
-    *,
-    jobs: int,
-    threads: int,
-    parallel_config: Path | None,
+    command: list[str],
+    environment: dict[str, str],
+    lock: int,
 ) -> None:
     """One benchopt process; what it prints goes to the log beside the journal."""
     with tempfile.TemporaryDirectory() as scratch, _log(journal).open("w") as output:
         config = Path(scratch) / "suite.yml"
         config.write_text(yaml.safe_dump(_only(plan.config)))
-        command = [sys.executable, "-m", "benchopt", "run", str(benchmark_folder())]
-        command += ["--config", str(config), "--output", f"{scratch}/results.parquet"]
-        command += ["--no-plot", "--no-display", "--no-timeout", "--no-cache", "--seed", "0"]
-        if parallel_config is not None:
-            command += ["--parallel-config", str(parallel_config)]
-        else:
-            command += ["--n-jobs", str(jobs)]
         child = subprocess.Popen(
-            command,
+            [*command, "--config", str(config), "--output", f"{scratch}/results.parquet"],
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(journal, threads),
+            env=environment,
+            pass_fds=(lock,),
             start_new_session=True,  # Ctrl-C reaches it through us, once
         )
         try:
@@ -122,7 +154,7 @@ def _pass(
 
 def _only(config: dict[str, Any]) -> dict[str, Any]:
     """What benchopt's own command understands."""
-    return {name: config[name] for name in ("objective", "dataset", "solver") if name in config}
+    return {name: config[name] for name in KEYS if name in config}
 
 
 def _environment(journal: Path, threads: int) -> dict[str, str]:

@@ -10,7 +10,7 @@ import click
 from rich.console import Console
 
 from stormplus.bench import paper_plan, rows
-from stormplus.bench.compare_command import announce
+from stormplus.bench.compare_command import AT_LEAST_ONE, announce
 from stormplus.bench.data import VARIABLE
 from stormplus.bench.engine import RunsFailed, execute
 from stormplus.bench.paper_plan import SCALES, Scale
@@ -37,8 +37,10 @@ Interrupt at will: each finished run is in OUTPUT/rows.jsonl, and the same comma
 @click.option("--scale", type=click.Choice(list(SCALES)), default="full", show_default=True)
 @click.option("--output", type=click.Path(path_type=Path, file_okay=False), default="out/paper")
 @click.option("--data-dir", help=f"Where CIFAR-10 is.  [${VARIABLE}]")
-@click.option("--jobs", default=1, show_default=True, help="Runs side by side.")
-@click.option("--threads", default=1, show_default=True, help="Threads of each run.")
+@click.option("--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs side by side.")
+@click.option(
+    "--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads of each run."
+)
 @click.option("--redraw", is_flag=True, help="Draw what OUTPUT holds; run nothing.")
 def paper(  # noqa: PLR0917
     scale: str, output: Path, data_dir: str | None, jobs: int, threads: int, redraw: bool
@@ -59,7 +61,9 @@ def paper(  # noqa: PLR0917
         for file in write(journal, SCALES[scale], output):
             console.print(f"wrote {file}", highlight=False)
     except KeyboardInterrupt:
-        console.print(f"\nstopped; what is done is in {journal}: the same command goes on")
+        console.print(
+            f"\nstopped; what is done is in {journal}: the same command goes on", soft_wrap=True
+        )
         raise SystemExit(130) from None
     except (RunsFailed, ValueError, OSError, ModuleNotFoundError) as error:
         raise click.ClickException(str(error)) from error

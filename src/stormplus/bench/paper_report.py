@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
@@ -27,13 +28,15 @@ def write(journal: Path, scale: Scale, folder: Path) -> list[Path]:
     best = tuned(sweep).set_index("method")
     parts = [_facts(frame), "## The sweep\n", _sweep_table(sweep)]
     long = frame[frame["workload"] == scale.long_name]
+    long = long[long["lr"] == long["method"].map(best["lr"])]  # not of an earlier, smaller sweep
     if set(SOLVERS) <= set(long["method"]):
         long = with_epochs(long, scale.images)
         written.insert(0, folder / "paper.png")
         figure(long, best["lr"].to_dict()).savefig(written[0], dpi=130)
         parts += ["## The long runs\n", _long_table(long)]
         for axis, name in AXES.items():
-            parts += [f"## The paper's claims, at equal {name}\n", _claims_table(long, axis)]
+            parts.append(f"## The paper's claims, at equal {name}\n")
+            parts += [_claims_table(long, axis, ours) for ours in ("STORM+", "STORM+ mean")]
     else:
         parts.append(f"The long runs of {scale.long_name} are not complete.\n")
     written[-1].write_text("\n".join(parts))
@@ -42,8 +45,9 @@ def write(journal: Path, scale: Scale, folder: Path) -> list[Path]:
 
 def _facts(frame: pd.DataFrame) -> str:
     versions = json.loads(frame["versions"].iloc[-1])
-    named = ", ".join(f"{name} {versions[name]}" for name in ("stormplus", "torch"))
-    return f"Machine: {frame['machine'].iloc[-1]}; {named}; seed 0, one run each.\n"
+    named = ", ".join(f"{name} {versions.get(name, '?')}" for name in ("stormplus", "torch"))
+    machines = "; ".join(sorted(frame["machine"].unique()))
+    return f"Machine: {machines}; {named}; seed 0, one run each.\n"
 
 
 def _sweep_table(sweep: pd.DataFrame) -> str:
@@ -55,7 +59,18 @@ def _sweep_table(sweep: pd.DataFrame) -> str:
         found = {lr: ends.get((method, lr)) for lr in rates}
         lowest = min((v for v in found.values() if v is not None and math.isfinite(v)), default=0)
         lines.append(f"| {method} | " + " | ".join(_cell(v, lowest) for v in found.values()) + " |")
-    return "\n".join(lines) + "\n\nTraining loss at the end of each run; the best rate is bold.\n"
+    ends_of_range = [row.method for row in tuned(sweep).itertuples() if _at_end(sweep, row)]
+    note = "Training loss at the end of each run; the best rate is bold."
+    if ends_of_range:
+        note += (
+            f" At an end of its range, so a wider one might do better: {', '.join(ends_of_range)}."
+        )
+    return "\n".join(lines) + f"\n\n{note}\n"
+
+
+def _at_end(sweep: pd.DataFrame, best: Any) -> bool:
+    rates = sweep.loc[sweep["method"] == best.method, "lr"]
+    return bool(best.lr in (rates.min(), rates.max()))
 
 
 def _cell(value: float | None, lowest: float) -> str:
@@ -72,7 +87,8 @@ def _long_table(long: pd.DataFrame) -> str:
     lines.append("|---" * 9 + "|")
     for method in ordered(long["method"]):
         end = long[long["method"] == method].sort_values("evaluations").iloc[-1]
-        numbers = " | ".join(f"{end[name]:.3f}" for name in METRICS)
+        fine = end["status"] == "done"
+        numbers = " | ".join(f"{end[name]:.3f}" if fine else "diverged" for name in METRICS)
         lines.append(
             f"| {method} | {end['lr']:g} | {end['epoch']:.2f} | {int(end['evaluations'])} | "
             f"{numbers} | {end['seconds']:.0f} |"
@@ -80,7 +96,7 @@ def _long_table(long: pd.DataFrame) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _claims_table(long: pd.DataFrame, axis: str) -> str:
-    lines = ["| the paper says | here | numbers |", "|---|---|---|"]
-    lines += [f"| {c.text} | {c.verdict} | {c.numbers} |" for c in claims(long, axis)]
+def _claims_table(long: pd.DataFrame, axis: str, ours: str) -> str:
+    lines = [f"| the paper says (its STORM+: {ours}) | here | numbers |", "|---|---|---|"]
+    lines += [f"| {c.text} | {c.verdict} | {c.numbers} |" for c in claims(long, axis, ours)]
     return "\n".join(lines) + "\n"

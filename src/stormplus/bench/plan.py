@@ -19,6 +19,7 @@ from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus.bench.run import Key
 
+KEYS = ("objective", "dataset", "solver")
 CALIBRATION = 12  # gradient evaluations timed to project a total
 
 
@@ -85,6 +86,11 @@ def read_suite(name: str) -> dict[str, Any]:
         raise BadSuite(f"{path} is not YAML: {error}") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
+    if unknown := sorted(set(config) - set(KEYS)):
+        raise BadSuite(
+            f"{path}: {', '.join(unknown)} would be ignored; a suite has {', '.join(KEYS)}, and "
+            "everything else is an option of the command"
+        )
     return config
 
 
@@ -125,7 +131,7 @@ def _instances(classes: Any) -> Iterator[Any]:
 
 
 def _seconds_a_gradient(workload: Any) -> float:
-    model, samples = workload.model(0), workload.samples(0)
+    model, samples = workload.model(0).to(workload.device), workload.samples(0)
     model.train()
     start = time.perf_counter()
     for k in range(CALIBRATION):
