@@ -1,7 +1,7 @@
 """Accelerate: a loop of one's own with micro-batches, on one device or under torchrun.
 
     python examples/accelerate_loop.py [--epochs N]
-    accelerate launch --cpu --num_processes 2 examples/accelerate_loop.py
+    torchrun --nproc_per_node 2 examples/accelerate_loop.py
 
 `prepare` of this package takes the place of `accelerator.prepare`; the closure covers all
 micro-batches of a step, so that both evaluations do.

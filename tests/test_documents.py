@@ -1,5 +1,6 @@
 """Every Python block of the README and of the docs runs, in order, in one namespace a file."""
 
+import ast
 import json
 import re
 import subprocess
@@ -70,6 +71,48 @@ def run_apart(blocks, modules, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def bare(code):
+    """Without comments and white space, however it is wrapped and indented."""
+    return re.sub(r"\s", "", re.sub(r"(^|\s)#.*", "", code))
+
+
+def is_python(text):
+    try:
+        ast.parse(text)
+    except SyntaxError:
+        return False
+    return True
+
+
+def fragments():
+    """Python that is not marked so: page, code, and the sentence before it."""
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md"]:
+        parts = re.split(r"^```(.*)\n((?s:.*?))^```$", page.read_text(), flags=re.MULTILINE)
+        for before, language, code in zip(parts[::3], parts[1::3], parts[2::3]):
+            if language not in ("python", "sh") and is_python(code):
+                yield page, code, before.strip().split("\n\n")[-1]
+
+
+FRAGMENTS = list(fragments())
+
+
+def test_fragments_are_found():
+    assert [page.name for page, *_ in FRAGMENTS] == ["factories.md"] + 4 * ["many-machines.md"]
+
+
+@pytest.mark.parametrize(("page", "code", "before"), FRAGMENTS)
+def test_fragments_are_lines_of_the_file_that_is_named(page, code, before):
+    named = re.findall(r"(?:examples|tests)/[\w/]+\.py", before)
+    assert named, f"{page.name} names no file with these lines, and no test runs them:\n{code}"
+    source = (ROOT / named[-1]).read_text()
+    if page.name in source:  # a test that runs the page's own lines
+        return
+    place, whole = 0, bare(source)
+    for line in filter(None, map(bare, code.splitlines())):
+        place = whole.find(line, place) + len(line)
+        assert place >= len(line), f"{page.name}: {line} is not in {named[-1]}, in this order"
+
+
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
 def test_links_between_files_hold(page):
     for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
@@ -108,6 +151,14 @@ def test_every_page_is_in_the_navigation():
     assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {
         str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
     }
+
+
+def test_the_map_names_every_package():
+    rows = re.findall(r"^\| (.+?) \|", (DOCS / "how-it-is-built.md").read_text(), re.MULTILINE)
+    package = ROOT / "src" / "stormplus"
+    for path in package.iterdir():
+        if path.is_dir() and (path / "__init__.py").exists():
+            assert any(f"`{path.name}/" in row for row in rows), path.name
 
 
 def test_choosing_quotes_the_recorded_numbers():

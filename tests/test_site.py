@@ -1,10 +1,12 @@
 """The site: it builds strictly, its links hold, it names everything public, it fetches nothing."""
 
-import importlib
+import importlib.util
+import logging
 import subprocess
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
+from types import SimpleNamespace
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -43,6 +45,29 @@ class Document(HTMLParser):
     def handle_data(self, data):
         if self._open:
             self.emphasised.append(data)
+
+
+@pytest.mark.parametrize(
+    ("link", "written", "warned"),
+    [
+        ("../../README.md#caveats", "Text", "docs/caveats.md instead"),
+        ("../../docs/caveats.md#hidden-units", "Text", "docs/caveats.md instead"),
+        ("../../README.md#one-line-changed", "Text", ""),
+        ("../../examples/ddp.py", "[Text](../examples/ddp.md)", ""),
+        ("../caveats.md#hidden-units", "[Text](../caveats.md#hidden-units)", ""),
+    ],
+)
+def test_a_link_that_is_dropped_though_there_is_a_page_warns(caplog, link, written, warned):
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/scripts/site_hooks.py")
+    hooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(hooks)
+    pages = {"caveats.md", "examples/ddp.md"}
+    files = SimpleNamespace(get_file_from_path=lambda path: path if path in pages else None)
+    page = SimpleNamespace(file=SimpleNamespace(src_uri="integrations/loggers.md"))
+    with caplog.at_level(logging.WARNING, "mkdocs.hooks"):
+        assert hooks.on_page_markdown(f"[Text]({link})", page, None, files) == written
+    assert bool(caplog.records) == bool(warned)
+    assert warned in caplog.text
 
 
 @pytest.fixture(scope="module")

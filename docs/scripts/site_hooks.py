@@ -2,7 +2,8 @@
 
 The pages are written to be read in the repository too, where `../examples/ddp.py` is a file.
 On the site each example is a page made from that file, and links to it are turned round.
-A link to any other file of the repository is left as plain text.
+A link to any other file of the repository is left as plain text, with a warning if a page of the
+site says the same.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"\0{len(code) - 1}\0"
 
     def turn_round(match: re.Match[str]) -> str:
-        text, target, _ = match.groups()
+        text, target, anchor = match.groups()
         if "://" in target:
             return match[0]
         in_docs = posixpath.normpath(posixpath.join(here, target))
@@ -67,6 +68,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
             return match[0]
         stem = posixpath.splitext(in_docs.removeprefix("../"))[0]
         if files.get_file_from_path(f"{stem}.md") is None:
+            for twin in (in_docs.removeprefix("../docs/"), f"{(anchor or '#')[1:]}.md"):
+                if files.get_file_from_path(twin) is not None:
+                    LOG.warning(
+                        "%s links to %s, which is no page of the site: link to docs/%s instead",
+                        page.file.src_uri, target + (anchor or ""), twin,
+                    )  # fmt: skip
             return text
         return f"[{text}]({posixpath.relpath(f'{stem}.md', here or '.')})"
 

@@ -1,7 +1,5 @@
 """Accelerate's run equals the plain loop, step by step, or is refused."""
 
-import importlib
-import sys
 from contextlib import nullcontext
 
 import pytest
@@ -11,7 +9,6 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from pages import run_example
 from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, TensorDataset
@@ -217,35 +214,3 @@ def test_save_state_and_load_state(tmp_path):
     assert_same_states([resumed], [expected])
     assert again == numbers
     assert again["grad_evaluations"] == TWICE_BUT_ONCE
-
-
-def test_an_unverified_setting_is_refused():
-    class Elsewhere:
-        gradient_accumulation_steps = 1
-
-        class distributed_type:
-            value = "DEEPSPEED"
-
-    with pytest.raises(ValueError, match="DEEPSPEED has not been verified"):
-        prepare(Elsewhere())
-
-
-def test_other_optimizers_stay_as_they_are():
-    model = network()
-    _, opt = prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), lr=0.1))
-    opt.step()
-
-
-@pytest.mark.long
-def test_the_example_counts_each_micro_batch_once():
-    out = run_example("accelerate_loop.py", "--epochs", 2)
-    # 22 batches of 64 rows in 2 halves
-    assert f"44 samples, {2 * (2 * 44 - 1)} evaluations" in out
-    assert "running statistics moved 88 times" in out
-
-
-def test_a_missing_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "accelerate", None)
-    monkeypatch.delitem(sys.modules, "stormplus.integrations.accelerate")
-    with pytest.raises(ModuleNotFoundError, match=r"stormplus\[accelerate\]"):
-        importlib.import_module("stormplus.integrations.accelerate")

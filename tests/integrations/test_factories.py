@@ -1,8 +1,10 @@
 """The optimizers by name, from timm and from pytorch_optimizer."""
 
 import importlib.util
+import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from torch.nn import functional as F
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, same_sample
 from stormplus.integrations.factories import register_pytorch_optimizer, register_timm
 
+PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "factories.md"
 NAMES = {"stormplus": StormPlus, "simplifiedstormplus": SimplifiedStormPlus, "storm": Storm}
 
 
@@ -103,6 +106,14 @@ def test_timm_runs_as_the_plain_loop(timm_optim):
     assert model.evaluations == 2 * len(batches()) - 1
 
 
+def test_the_pages_lines_for_timm_run(timm_optim):
+    (lines,) = re.findall(r"^```text\n(.*?)^```", PAGE.read_text(), re.MULTILINE | re.DOTALL)
+    namespace = {"model": network()}
+    exec(compile(lines, PAGE.name, "exec"), namespace)
+    assert isinstance(namespace["opt"], StormPlus)
+    assert namespace["opt"].param_groups[0]["lr"] == 1.0
+
+
 def test_timm_weight_decay_spares_vectors(timm_optim):
     register_timm()
     model, other = network(), network()
@@ -163,3 +174,18 @@ def test_pytorch_optimizers_lookahead_is_refused(pytorch_optimizer):
     opt = pytorch_optimizer.create_optimizer(network(), "stormplus", use_lookahead=True)
     with pytest.raises(RuntimeError, match="without it"):
         opt.step(lambda: None)
+
+
+@pytest.mark.parametrize(
+    ("register", "package", "extra"),
+    [
+        (register_timm, "timm", "timm"),
+        (register_pytorch_optimizer, "pytorch_optimizer", "pytorch-optimizer"),
+    ],
+)
+def test_a_missing_package_is_named(monkeypatch, register, package, extra):
+    for name in [name for name in sys.modules if name.split(".")[0] == package]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install 'stormplus\[{extra}\]'"):
+        register()

@@ -1,7 +1,9 @@
 """fastai: the learner's run is the plain loop's, step by step."""
 
+import importlib
 import subprocess
 import sys
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -118,17 +120,27 @@ def test_bf16(tmp_path):
     assert not torch.equal(run[-1]["body.0.weight"], full[-1]["body.0.weight"])
 
 
+def of_fastai_distributed(name):
+    pytest.importorskip("accelerate")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # fastai's own, while it is imported
+        module = importlib.import_module("fastai.distributed")
+    return object.__new__(getattr(module, name))
+
+
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
         (lambda: GradientAccumulation(2 * BATCH), "GradientAccumulation accumulates"),
         (lambda: MixedPrecision(enabled=False), "use to_bf16"),
         (lambda: object.__new__(NonNativeMixedPrecision), "copy of the parameters"),
+        (lambda: of_fastai_distributed("DistributedTrainer"), "DistributedTrainer is not verified"),
+        (lambda: of_fastai_distributed("ParallelTrainer"), "random numbers are not replayed"),
     ],
 )
 def test_what_would_go_wrong_is_refused(tmp_path, callback, message):
     made = callback()
-    if isinstance(made, (MixedPrecision, NonNativeMixedPrecision)):
+    if not isinstance(made, GradientAccumulation):
         made.run = False  # it needs a GPU
     learn, watch = learner(tmp_path, made)
     with pytest.raises(RuntimeError, match=message):
@@ -145,6 +157,29 @@ class OwnAccumulation(Callback):
 def test_accumulation_of_ones_own_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="gradients from an earlier batch"):
         fitted(tmp_path, OwnAccumulation())
+
+
+class Events(Callback):
+    run_valid = False
+
+    def __init__(self):
+        self.seen = []
+
+    def __call__(self, name):
+        self.seen.append(name)
+
+
+def test_which_events_a_batch_fires_twice(tmp_path):
+    events = Events()
+    fitted(tmp_path, events, epochs=1)
+    second = events.seen[events.seen.index("after_batch") + 1 :]
+    batch = second[: second.index("after_batch") + 1]
+    twice = ["after_pred", "after_loss", "before_backward", "after_backward", "before_step",
+             "after_cancel_step", "after_step"]  # fmt: skip
+    once = ["before_batch", "after_batch"]
+    assert {name: batch.count(name) for name in batch} == (
+        dict.fromkeys(once, 1) | dict.fromkeys(twice, 2)
+    )
 
 
 def test_without_the_callback_or_the_wrapper(tmp_path):

@@ -1,5 +1,9 @@
 """fastai: runs that are saved, loaded, cancelled, frozen, and go on."""
 
+import copy
+import importlib
+import sys
+
 import pytest
 import torch
 from fastai_runs import (
@@ -61,6 +65,34 @@ def test_loaded_weights_restart_the_estimator(tmp_path):
     after = learn.opt.opt.diagnostics()
     assert after["step"] == before["step"] + SAMPLES // 2
     assert after["grad_evaluations"] == before["grad_evaluations"] + 2 * (SAMPLES // 2) - 1
+
+
+class Clip(Callback):
+    """Clips the weights at one event of every batch, as long as it is on."""
+
+    order, run_valid, on = 500, False, True
+
+    def __init__(self, event):
+        self.event = event
+
+    def __call__(self, name):
+        if name == self.event and self.on and self.learn.training:
+            with torch.no_grad():
+                for p in self.learn.model.parameters():
+                    p.clamp_(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("event", ["before_batch", "after_step", "after_batch"])
+def test_writing_to_the_weights_at_every_batch_is_refused(tmp_path, event):
+    clip = Clip(event)
+    learn, _ = learner(tmp_path, clip)
+    with pytest.raises(RuntimeError, match=r"writes to the parameters at every batch.*Remove"):
+        learn.fit(1)
+    clip.on = False
+    learn.opt.zero_grad()
+    before = learn.opt.opt.diagnostics()["step"]
+    learn.fit(1)  # goes on once the cause is gone
+    assert learn.opt.opt.diagnostics()["step"] == before + SAMPLES // EPOCHS
 
 
 class Cancel(Callback):
@@ -135,3 +167,19 @@ def test_export_keeps_the_state(tmp_path):
     learn.add_cb(again)
     learn.fit(1)
     assert_same_runs(kept + again.snapshots, whole)
+
+
+def test_a_copy_of_the_optimizer_goes_on(tmp_path):
+    learn, _ = fitted(tmp_path, epochs=1)
+    wrapper = copy.deepcopy(learn.opt)
+    assert wrapper.opt.state.keys().isdisjoint(learn.opt.opt.state)
+    wrapper.point.settle(wrapper.opt)
+    assert wrapper.opt.started
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    name = storm.__module__
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "fastai.callback.core", None)
+    with pytest.raises(ModuleNotFoundError, match=r"pip install 'stormplus\[fastai\]'"):
+        importlib.import_module(name)

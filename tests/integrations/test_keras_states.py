@@ -14,7 +14,7 @@ from keras_runs import (
     keras,
     keras_network,
 )
-from plain_loop import assert_same_runs
+from plain_loop import CLASSES, FEATURES, assert_same_runs
 
 # Keras's own: it asks torch for a tensor's array in the way of NumPy 1
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
@@ -82,6 +82,44 @@ def test_weights_set_from_outside_restart_the_estimator():
     assert after - before == 2 * (SAMPLES // EPOCHS) - 1
 
 
+class Clip(keras.callbacks.Callback):
+    """Clips the weights after every batch, as long as it is on."""
+
+    on = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        for variable in self.model.trainable_variables if self.on else ():
+            variable.assign(keras.ops.clip(variable, -0.5, 0.5))
+
+
+def test_writing_to_the_weights_at_every_batch_is_refused():
+    model, clip = keras_network(), Clip()
+    with pytest.raises(RuntimeError, match=r"writes to the parameters at every batch.*Remove"):
+        fitted(model, callbacks=[clip])
+    clip.on = False
+    before = model.optimizer.torch_optimizer.diagnostics()["grad_evaluations"]
+    fitted(model, epochs=1, callbacks=[clip])  # goes on once the cause is gone
+    after = model.optimizer.torch_optimizer.diagnostics()["grad_evaluations"]
+    assert after - before == 2 * (SAMPLES // EPOCHS) - 1
+
+
+def test_constraints_of_layers_are_refused():
+    x = keras.Input((FEATURES,))
+    dense = keras.layers.Dense(CLASSES, kernel_constraint=keras.constraints.NonNeg(), name="bound")
+    with pytest.raises(ValueError, match=r"bound/kernel has the constraint NonNeg.*regularizer"):
+        fitted(Model(x, dense(x)))
+    model = Model(x, dense(x))
+    dense.trainable = False  # no step touches it
+    model = Model(x, keras.layers.Dense(CLASSES)(model(x)))
+    assert len(fitted(model, epochs=1)) == SAMPLES // EPOCHS
+
+
+def test_exclude_from_weight_decay_is_refused():
+    optimizer = KerasStorm(weight_decay=0.1)
+    with pytest.raises(RuntimeError, match=r"var_names=\['bias'\].*parameter groups"):
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+
+
 def test_mixed_float16_is_refused():
     model = keras_network(dtype="mixed_float16")
     model.dtype_policy = keras.DTypePolicy("mixed_float16")
@@ -140,3 +178,12 @@ def test_another_backend_is_refused(monkeypatch):
     monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
     with pytest.raises(RuntimeError, match="'jax': set the environment variable KERAS_BACKEND"):
         importlib.reload(sys.modules[KerasStorm.__module__])
+
+
+@pytest.mark.parametrize("absent", ["keras", "keras.src.random.seed_generator"])
+def test_a_missing_package_is_named(monkeypatch, absent):
+    name = KerasStorm.__module__
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, absent, None)
+    with pytest.raises(ModuleNotFoundError, match=r"KERAS_BACKEND.*pip install 'stormplus\[keras"):
+        importlib.import_module(name)

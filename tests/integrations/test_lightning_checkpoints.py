@@ -44,10 +44,10 @@ class StatefulLoader:
         self.next = state["next"]
 
 
-def fit(folder, make_loader, every, ckpt_path=None, accumulate=1, **options):
+def fit(folder, make_loader, every, ckpt_path=None, accumulate=1, generators=(), **options):
     """Unseeded: the random numbers of a batch depend on all that were drawn before."""
     torch.manual_seed(7 if ckpt_path is None else 12345)
-    module = Module(seeded=False, lr=0.5)
+    module = Module(seeded=False, lr=0.5, replay_rng=list(generators) or True)
     torch.manual_seed(7 if ckpt_path is None else 12345)
     recorder = Recorder()
     saver = ModelCheckpoint(folder, save_top_k=-1, filename="{step}", **every)
@@ -125,3 +125,29 @@ def test_without_the_random_state_the_masks_would_differ(tmp_path):
     torch.save(checkpoint, path)
     _, _, rest = fit(tmp_path / "a", StatefulLoader, every, path)
     assert not torch.equal(rest[-1]["0.weight"], states[-1]["0.weight"])
+
+
+def test_a_checkpoint_of_other_devices_is_resumed_with_a_warning(tmp_path):
+    """A generator of one's own takes part in the random state just as another device does."""
+    every = {"every_n_train_steps": 1}
+    fit(tmp_path / "a", StatefulLoader, every, generators=[torch.Generator()])
+    path = tmp_path / "a" / "step=8.ckpt"
+    with pytest.warns(UserWarning, match=r"bytes of random state.*other devices") as told:
+        resumed, run, _ = fit(tmp_path / "a", StatefulLoader, every, path)
+    assert len([w for w in told if "random state" in str(w.message)]) == 1
+    assert run.global_step == EPOCHS * BATCHES
+    assert resumed.evaluations == 2 * (EPOCHS * BATCHES - 8)
+
+
+def test_a_checkpoint_after_validation_has_no_random_state(tmp_path):
+    class Validated(Module):
+        def validation_step(self, batch, batch_idx):
+            self.evaluations += 1
+
+    module, run = Validated(), trainer(StormPlusCallback())
+    run.validate(module, loader(BATCHES), verbose=False)
+    assert module.evaluations == BATCHES
+    run.save_checkpoint(tmp_path / "validated.ckpt")
+    saved = torch.load(tmp_path / "validated.ckpt", weights_only=True)
+    assert "stormplus" not in saved
+    assert torch.equal(saved["state_dict"]["net.0.weight"], module.net[0].weight)

@@ -1,4 +1,4 @@
-"""What the callback leaves alone, what it tells and what it refuses."""
+"""What the callback leaves alone, and what it tells."""
 
 import importlib
 import sys
@@ -8,16 +8,13 @@ import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import StochasticWeightAveraging
 from lightning.pytorch.loggers.logger import Logger
-from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning_cases import Manual, Module, loader, run, trainer
+from lightning_cases import Module, loader, run, trainer
 from pages import run_example, run_page
-from trainer_cases import assert_same_states, network, plain_run
+from torch.utils.data import DataLoader, TensorDataset
+from trainer_cases import ROWS, assert_same_states, data, network, plain_run
 
-from stormplus import same_sample
 from stormplus.integrations.lightning import StormPlusCallback
-from stormplus.integrations.lightning_refusals import check
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -26,10 +23,6 @@ pytestmark = [
 
 BATCHES = 10
 TWICE_BUT_ONCE = 2 * BATCHES - 1
-
-
-def half(scale):
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
 
 
 # -- logs ----------------------------------------------------------------------------------------
@@ -61,6 +54,43 @@ def test_logs_and_metrics_count_each_sample_once(accumulate):
     mean = sum(kept) / BATCHES
     assert float(fit.callback_metrics["loss_epoch"]) == pytest.approx(mean, rel=1e-6)
     assert float(fit.callback_metrics["mean"]) == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_means_of_an_epoch_weigh_each_batch_with_its_own_size(accumulate):
+    class Sizes(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("size", float(len(batch[0])), on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    sizes = [ROWS] * 3 + [ROWS // 2]
+    rows = TensorDataset(*(part[: sum(sizes)] for part in data(4)))
+    _, fit = run(Sizes(), DataLoader(rows, batch_size=ROWS), accumulate_grad_batches=accumulate)
+    expected = sum(size * size for size in sizes) / sum(sizes)
+    assert float(fit.callback_metrics["size_epoch"]) == pytest.approx(expected, rel=1e-6)
+
+
+def test_what_the_training_step_keeps_it_keeps_of_both_evaluations():
+    class Keeps(Module):
+        def __init__(self):
+            super().__init__()
+            self.both, self.counted = [], []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            opt = self.optimizers(use_pl_optimizer=False)
+            self.both.append(loss.item())
+            if not opt.started or opt.pending:
+                self.counted.append(loss.item())
+            return loss
+
+    for accumulate in (1, 2):
+        module = Keeps()
+        _, fit = run(module, loader(4), accumulate_grad_batches=accumulate)
+        assert len(module.both) == 8 - accumulate
+        assert len(module.counted) == 4
+        mean = sum(module.counted) / 4
+        assert float(fit.callback_metrics["loss_epoch"]) == pytest.approx(mean, rel=1e-6)
 
 
 def test_diagnostics_are_logged():
@@ -134,60 +164,7 @@ def test_a_failed_evaluation_leaves_the_module_as_it_was():
     assert int(module.net[1].num_batches_tracked) == 3
 
 
-# -- manual optimization -------------------------------------------------------------------------
-
-
-def test_manual_optimization():
-    module = Manual(lambda self, opt, closure: opt.step(same_sample(opt.optimizer, self)(closure)))
-    states, fit = run(module, loader(BATCHES))
-    assert_same_states(states, plain_run(BATCHES)[0])
-    assert (module.evaluations, fit.global_step) == (TWICE_BUT_ONCE, BATCHES)
-    assert "stormplus/gain" not in fit.callback_metrics  # log_every_n_steps is 50
-
-
-def test_manual_optimization_without_a_closure_is_refused():
-    def step(self, opt, closure):
-        closure()
-        opt.step()
-
-    with pytest.raises(TypeError, match="without a closure"):
-        run(Manual(step), loader(BATCHES))
-    with pytest.raises(ValueError, match="16-mixed"):
-        run(Manual(step), loader(BATCHES), plugins=[half(1024.0)])
-
-
-# -- refusals ------------------------------------------------------------------------------------
-
-
-def test_what_is_not_verified_is_refused():
-    class Adam(Module):
-        def configure_optimizers(self):
-            return torch.optim.Adam(self.parameters())
-
-    with pytest.raises(TypeError, match="got Adam"):
-        run(Adam(), loader(BATCHES))
-
-    class OwnStep(Precision):
-        def optimizer_step(self, optimizer, model, closure, **kwargs):
-            closure()
-            return optimizer.step()
-
-    with pytest.raises(TypeError, match="OwnStep steps in its own way"):
-        run(Module(), loader(BATCHES), plugins=[OwnStep()])
-    with pytest.raises(ValueError, match="StochasticWeightAveraging"):
-        run(Module(), loader(BATCHES), StochasticWeightAveraging(swa_lrs=0.1), epochs=3)
-
-
-def test_an_unverified_strategy_is_refused():
-    class Strange:
-        pass
-
-    class Fake:  # the real ones need other hardware
-        precision_plugin = Precision()
-        strategy = Strange()
-
-    with pytest.raises(TypeError, match="Strange has not been verified"):
-        check(Fake(), None)
+# -- the page, the example, the extra --------------------------------------------------------------
 
 
 def test_the_network_is_not_linear():

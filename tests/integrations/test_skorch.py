@@ -206,6 +206,20 @@ def test_save_params_and_load_params_go_on_bit_by_bit(tmp_path):
     assert second.optimizer_.diagnostics()["grad_evaluations"] == 2 * SAMPLES - 1
 
 
+def test_a_net_that_goes_back_to_its_checkpoint_does_not_restart(tmp_path):
+    files = {"f_params": tmp_path / "p.pt", "f_optimizer": tmp_path / "o.pt"}
+    _, whole = fitted()
+    net, seed = made(epochs=1)
+    net.fit(*data())
+    net.save_params(**files)
+    for _ in range(2):
+        net.partial_fit(*data())
+        half = len(seed.snapshots) - SAMPLES // EPOCHS
+        assert_same_runs(seed.snapshots[half:], whole[SAMPLES // EPOCHS :])
+        net.load_params(**files)
+        seed.count = SAMPLES // EPOCHS
+
+
 def test_checkpoint_callbacks_go_on_bit_by_bit(tmp_path):
     def checkpoint():
         return Checkpoint(monitor=None, dirname=tmp_path)
@@ -223,6 +237,57 @@ def test_pickle_and_clone():
     copy = clone(net.set_params(callbacks=None))
     assert copy.get_params()["lr"] == 0.5
     assert copy.get_params()["optimizer"] is StormPlus
+
+
+def test_a_pickled_net_goes_on_bit_by_bit():
+    _, whole = fitted()
+    net, start = made(epochs=1)
+    net.fit(*data())
+    again = pickle.loads(pickle.dumps(net))
+    again.partial_fit(*data())
+    rest = dict(again.callbacks_)["seed"].snapshots  # its copy goes on from where it was
+    assert_same_runs(rest, whole)
+
+
+def test_loaded_weights_restart_the_estimator(tmp_path):
+    torch.save(network(seed=1).state_dict(), tmp_path / "p.pt")
+    net, seed = made(epochs=1)
+    net.fit(*data())
+    net.load_params(f_params=tmp_path / "p.pt")  # the optimizer's state is not loaded
+    net.partial_fit(*data())
+    model = network()
+
+    def each(i, opt):
+        torch.manual_seed(i)
+        if i == SAMPLES // EPOCHS:
+            model.load_state_dict(network(seed=1).state_dict())
+            opt.restart()
+            torch.manual_seed(i)
+
+    plain, opt = plain_run(model, batches(EPOCHS), each=each)
+    assert_same_runs(seed.snapshots, plain)
+    assert net.optimizer_.diagnostics() == opt.diagnostics()
+    assert opt.diagnostics()["grad_evaluations"] == 2 * SAMPLES - 2
+
+
+class Clip(Callback):
+    def on_batch_end(self, net, training=False, **_):
+        with torch.no_grad():
+            for p in net.module_.parameters():
+                p.clamp_(-0.5, 0.5)
+
+
+def test_writing_to_the_weights_at_every_batch_is_refused():
+    with pytest.raises(RuntimeError, match=r"writes to the parameters at every batch.*Remove"):
+        fitted(callbacks=[("clip", Clip())])
+
+
+def test_fitting_anew_is_no_writing():
+    x, y = data()
+    net, _ = made(epochs=1)
+    for _ in range(3):  # one batch each, with a module and an optimizer of its own
+        net.fit(x[:BATCH], y[:BATCH])
+    assert net.optimizer_.diagnostics()["step"] == 1
 
 
 def test_accelerate_is_refused():

@@ -92,3 +92,19 @@ def hand_made() -> list[dict[str, Any]]:
     runs.append(make_run([2, 1.5, 1, 0.6, 0.5], workload="b", seed=0, **adam))
     runs.append(make_run([2, 9], workload="b", seed=1, **adam, status="diverged"))
     return runs
+
+
+def swept() -> list[dict[str, Any]]:
+    """`hand_made`, and where a method ran one lr a second one, which is worse."""
+    runs = hand_made()
+    for seed in (0, 1):
+        b = {"workload": "b", "seed": seed, "default": False}
+        runs += [
+            make_run([2, 2, 2, 2, 2], **b, method="STORM+", lr=10.0),
+            make_run([2, 9], **b, method="SGD", lr=1.0, status="diverged"),
+            make_run([2, 9], **b, method="Adam", lr=0.01, status="diverged"),
+            make_run(
+                [10, 40], **(b | {"workload": "a"}), method="Adam", lr=0.01, status="diverged"
+            ),
+        ]
+    return runs

@@ -96,10 +96,12 @@ def run(
 ):
     model = options.pop("model", None) or Model(dtype, options.pop("dropout", 0.3))
     setup = options.pop("setup", lambda trainer: None)
+    checked = options.pop("eval_dataset", None)
     recorder = Recorder(getattr(model, "net", model))
     made = trainer(
         model, arguments(folder, **options), train_dataset=Rows(batches, dtype),
         optimizers=(StormPlus(model.parameters(), lr=lr), None), callbacks=[recorder],
+        eval_dataset=checked,
     )  # fmt: skip
     setup(made)
     made.train(resume_from_checkpoint=resume)

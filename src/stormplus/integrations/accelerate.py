@@ -98,8 +98,8 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
 
     Args:
         accelerator: With `gradient_accumulation_steps=1`; accumulate inside the closure.
-        objects: The model, the optimizers, loaders and schedulers, in any order. The model's
-            running statistics then move once a sample.
+        objects: The model, the optimizers, loaders and schedulers, in any order. The running
+            statistics of the models, of this call and of earlier ones, then move once a sample.
 
     Returns:
         The prepared objects, in the same order.
@@ -112,12 +112,27 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
             f"{accelerator.distributed_type.value} has not been verified: use one device or DDP, "
             "or FSDP2 in a loop of your own (docs/many-machines.md)"
         )
+    _check_models(accelerator, objects)
     prepared = accelerator.prepare(*objects)
     several = prepared if isinstance(prepared, tuple) else (prepared,)
-    models = nn.ModuleList(thing for thing in several if isinstance(thing, nn.Module))
+    models = nn.ModuleList(accelerator._models)  # of earlier calls too
     for thing in several:
         if isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, StormOptimizer):
             # In place, for the accelerator keeps the wrapper that it has made.
             thing.__class__ = AcceleratedStorm
             thing.model = models
     return prepared
+
+
+def _check_models(accelerator: Accelerator, objects: tuple[Any, ...]) -> None:
+    """A model that nobody knows has running statistics that move twice a sample."""
+    modules = [thing for thing in objects if isinstance(thing, nn.Module)]
+    known = {id(p) for module in (*modules, *accelerator._models) for p in module.parameters()}
+    for thing in objects:
+        opt = thing.optimizer if isinstance(thing, AcceleratedOptimizer) else thing
+        if isinstance(opt, StormOptimizer) and known.isdisjoint(map(id, opt._params())):
+            raise ValueError(
+                f"no prepared model has a parameter of this {type(opt).__name__}, so its running "
+                "statistics would move twice a sample: prepare(accelerator, model, opt, ...), or "
+                "prepare the model before the optimizer"
+            )

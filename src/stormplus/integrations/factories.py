@@ -61,7 +61,12 @@ OPTIMIZERS: dict[str, tuple[type[StormOptimizer], str]] = {
 
 def register_timm() -> None:
     """Let `timm.optim.create_optimizer_v2` and `list_optimizers` know the optimizers."""
-    from timm.optim._optim_factory import OptimInfo, default_registry
+    try:
+        from timm.optim._optim_factory import OptimInfo, default_registry
+    except ModuleNotFoundError as error:  # of timm, or of torchvision, which its models import
+        raise ModuleNotFoundError(
+            f"timm cannot be imported ({error}): pip install 'stormplus[timm]'"
+        ) from error
 
     known = default_registry.list_optimizers()
     for name, (kind, description) in OPTIMIZERS.items():
@@ -73,7 +78,12 @@ def register_timm() -> None:
 
 def register_pytorch_optimizer() -> None:
     """Let `pytorch_optimizer.create_optimizer` and `load_optimizer` know the optimizers."""
-    from pytorch_optimizer.optimizer import OPTIMIZERS as registry
+    try:
+        from pytorch_optimizer.optimizer import OPTIMIZERS as registry
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            "this function needs pytorch_optimizer: pip install 'stormplus[pytorch-optimizer]'"
+        ) from error
 
     for name, (kind, _) in OPTIMIZERS.items():
         registry.setdefault(name, kind)

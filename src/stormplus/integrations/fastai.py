@@ -2,7 +2,7 @@
 
 fastai's loop calls `opt.step()` without a closure, which the optimizers refuse. The callback
 takes over where the step would be: it moves the parameters, lets the learner evaluate the
-same batch again, with every callback's events from `after_pred` to `before_step`, and
+same batch again, with every callback's events from `after_pred` to `after_step`, and
 completes the step.
 """
 
@@ -11,19 +11,28 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-from fastai.callback.core import Callback, CancelStepException
-from fastai.callback.fp16 import AMPMode, MixedPrecision, NonNativeMixedPrecision
-from fastai.callback.training import GradientAccumulation
-from fastai.optimizer import OptimWrapper
-
 from stormplus.integrations.point import Point
 from stormplus.torch import StormPlus, same_sample
 from stormplus.torch.optimizer import StormOptimizer
 
+try:
+    from fastai.callback.core import Callback, CancelStepException
+    from fastai.callback.fp16 import AMPMode, MixedPrecision
+    from fastai.optimizer import OptimWrapper
+except ModuleNotFoundError as error:
+    raise ModuleNotFoundError(
+        "this integration needs fastai: pip install 'stormplus[fastai]'"
+    ) from error
+
+# fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _REFUSED = {
-    GradientAccumulation: "accumulates gradients over batches that are gone when the second "
+    "GradientAccumulation": "accumulates gradients over batches that are gone when the second "
     "gradient is due: use larger batches, or split them in the model's forward",
-    NonNativeMixedPrecision: "trains a copy of the parameters: use learn.to_bf16()",
+    "NonNativeMixedPrecision": "trains a copy of the parameters: use learn.to_bf16()",
+    "DistributedTrainer": "is not verified with two gradients a batch: use a loop of your own "
+    "with DistributedDataParallel, as in examples/ddp.py, or stormplus.integrations.accelerate",
+    "ParallelTrainer": "evaluates on devices whose random numbers are not replayed: train on "
+    "one device, or in a loop of your own with DistributedDataParallel, as in examples/ddp.py",
 }
 
 
@@ -55,7 +64,6 @@ class StormWrapper(OptimWrapper):
         for group in groups:  # the state must exist before the first step
             self.opt.add_param_group(group)
         self.load_error = None
-        self.point.forget()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load, and keep the error if that fails: fastai only warns."""
@@ -65,7 +73,6 @@ class StormWrapper(OptimWrapper):
             self.load_error = error
             raise
         self.load_error = None
-        self.point.forget()
 
     def _set_hyper(self, k: str, v: Any) -> None:
         if k not in self.bwd_map:
@@ -102,9 +109,10 @@ class StormCallback(Callback):
                 "learn.opt.clear_state()"
             ) from opt.load_error
         for callback in self.learn.cbs:
-            for kind, reason in _REFUSED.items():
-                if isinstance(callback, kind):
-                    raise RuntimeError(f"{kind.__name__} {reason}")
+            kinds = type(callback).__mro__
+            names = {kind.__name__ for kind in kinds if kind.__module__.startswith("fastai.")}
+            for name in names & _REFUSED.keys():
+                raise RuntimeError(f"{name} {_REFUSED[name]}")
             if isinstance(callback, MixedPrecision) and callback.amp_mode is AMPMode.FP16:
                 raise RuntimeError(
                     "to_fp16() scales the loss for one gradient a batch: use to_bf16(), or a "
@@ -115,8 +123,9 @@ class StormCallback(Callback):
         """The batch has been drawn and transformed: both evaluations begin here."""
         wrapper, opt = self.learn.opt, self.learn.opt.opt
         self._leave()  # an exception may have ended the last batch halfway
-        if opt.pending or wrapper.point.has_moved(opt):
+        if opt.pending:
             opt.restart()
+        wrapper.point.settle(opt)
         left = [p.grad for p in opt._params() if p.grad is not None]
         if any(bool(grad.any()) for grad in left):
             raise RuntimeError(
@@ -133,12 +142,12 @@ class StormCallback(Callback):
             self._evaluate_again()
         else:
             opt.estimate()
+            self.learn.opt.point.note(opt)  # now: callbacks that come later may write
         raise CancelStepException
 
     def after_batch(self) -> None:
         """Forget the batch."""
         self._leave()
-        self.learn.opt.point.note(self.learn.opt.opt)
 
     def _evaluate_again(self) -> None:
         learn = self.learn

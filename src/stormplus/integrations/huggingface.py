@@ -14,6 +14,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from stormplus.integrations.point import Point
 from stormplus.integrations.replay import Replay
 from stormplus.torch.optimizer import StormOptimizer
 
@@ -35,10 +36,13 @@ class StormPlusMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]
 
     Gradient accumulation, bf16, fp16, DDP, clipping, schedulers, checkpoints and resuming work
     as they do with other optimizers. `opt.diagnostics()` is logged beside the loss, which is
-    that of the first evaluation.
+    that of the first evaluation. If weights are replaced without the optimizer's state, as
+    `load_best_model_at_end` does, the estimator starts anew; a callback that writes to them
+    at every step is refused.
     """
 
     _replay: Replay | None = None
+    _point: Point | None = None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -61,6 +65,10 @@ class StormPlusMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]
             process = partial(self._process, model)
             opt = unwrapped(self.optimizer)
             self._replay = Replay(opt, model, process, self.accelerator.scaler)
+        if self._point is None:
+            self._point = Point()
+        if not self._replay.recording:
+            self._point.settle(self._replay.opt)
         last = self.accelerator.sync_gradients
         self._replay.record(partial(self._again, model, inputs, num_items_in_batch, last))
         return super().training_step(model, inputs, num_items_in_batch)
@@ -99,11 +107,15 @@ class _EndOfStep(TrainerCallback):
         self._trainer = trainer
 
     def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        self.on_optimizer_step()  # what a run that ran out of memory has left
+        if self._trainer._replay is not None:  # what a run that ran out of memory has left
+            self._trainer._replay.finish()
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        if self._trainer._replay is not None:
-            self._trainer._replay.finish()
+        trainer = self._trainer
+        if trainer._replay is not None:
+            trainer._replay.finish()
+            if trainer._point is not None:
+                trainer._point.note(trainer._replay.opt)
 
 
 def unwrapped(optimizer: Any) -> Any:

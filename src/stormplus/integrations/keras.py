@@ -13,16 +13,23 @@ from collections.abc import Callable
 from io import BytesIO
 from typing import Any
 
-import keras
 import numpy as np
 import torch
-from keras.src.random.seed_generator import global_seed_generator
 from torch import nn
 
 import stormplus.torch
 from stormplus.integrations.point import Point
 from stormplus.torch import same_sample
 from stormplus.torch.optimizer import StormOptimizer
+
+try:
+    import keras
+    from keras.src.random.seed_generator import global_seed_generator
+except ModuleNotFoundError as error:  # of keras, or of the backend that it looks for
+    raise ModuleNotFoundError(
+        "this integration needs keras, and KERAS_BACKEND=torch in the environment before it is "
+        "imported: pip install 'stormplus[keras]'"
+    ) from error
 
 if keras.backend.backend() != "torch":
     raise RuntimeError(
@@ -84,6 +91,14 @@ class KerasStorm(keras.optimizers.Optimizer):
         return self._torch_optimizer
 
     def build(self, variables: list[Any]) -> None:
+        for variable in variables:
+            if variable.constraint is not None:  # Keras would apply it after each step
+                raise ValueError(
+                    f"{variable.path} has the constraint {type(variable.constraint).__name__}, "
+                    "which projects the weights after each step and leaves the estimator at "
+                    "another point: leave it out, and use a regularizer, or bound the weights "
+                    "inside the layer's call"
+                )
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
         self._torch_optimizer = self._kind(params.values(), lr=self._lr(), **self._options)
@@ -99,8 +114,7 @@ class KerasStorm(keras.optimizers.Optimizer):
             self.build(variables)
         self._check_variables_are_known(variables)
         opt = self.torch_optimizer
-        if self._point.has_moved(opt):  # weights have been loaded without the state
-            opt.restart()
+        self._point.settle(opt)  # weights may have been loaded without the state
         for group in opt.param_groups:
             group["lr"] = self._lr()
         opt.step(closure)
@@ -113,6 +127,15 @@ class KerasStorm(keras.optimizers.Optimizer):
             f"{self.method} takes two gradients of each batch, and Keras's own training step "
             "gives one: make the model's class `class Model(StormTraining, keras.Model)`, with "
             "StormTraining from stormplus.integrations.keras"
+        )
+
+    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+        """Refused: one weight decay holds for all variables."""
+        raise RuntimeError(
+            f"exclude_from_weight_decay(var_list={var_list!r}, var_names={var_names!r}) would "
+            "have no effect: weight_decay= is for all variables here. To spare some, give "
+            f"stormplus.{self.method} parameter groups in a torch loop of your own, or use "
+            "kernel_regularizer in the layers that are to decay"
         )
 
     def _lr(self) -> float:
@@ -136,7 +159,6 @@ class KerasStorm(keras.optimizers.Optimizer):
         if _STATE in keys:
             file = BytesIO(np.asarray(store[_STATE]).tobytes())
             self.torch_optimizer.load_state_dict(torch.load(file, weights_only=True))
-            self._point.forget()
 
 
 class StormTraining:

@@ -21,11 +21,13 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
     from lightning.pytorch.trainer import call
+    from lightning_utilities.core.rank_zero import rank_zero_warn
     from torchmetrics import Metric
 
     from stormplus.integrations.lightning_refusals import (
         check,
         refuse_missing_closure,
+        refuse_the_other_package,
         storm_optimizers,
     )
 except ModuleNotFoundError as error:
@@ -40,9 +42,10 @@ class StormPlusCallback(Callback):
     """Makes `StormPlus`, `SimplifiedStormPlus` and `Storm` exact under Lightning's trainer.
 
     With automatic optimization the two evaluations of a step see the same micro-batches and
-    random numbers, running statistics move once, and of the first evaluation nothing but its
-    gradient remains: `self.log` and torchmetrics see the second. With manual optimization
-    call `opt.step(same_sample(opt.optimizer, self)(closure))`; a missing closure is refused.
+    random numbers, running statistics move once, and `self.log` and torchmetrics see the second
+    evaluation only. What `training_step` itself keeps, it keeps of both: the one that counts is
+    the one with `not opt.started or opt.pending`. With manual optimization call
+    `opt.step(same_sample(opt.optimizer, self)(closure))`; a missing closure is refused.
 
     A checkpoint then also holds torch's random state, so that a run in one process resumes
     bit by bit.
@@ -61,6 +64,7 @@ class StormPlusCallback(Callback):
     # -- what is refused, and what is installed --------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        refuse_the_other_package(trainer)
         self._resumed = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -88,7 +92,9 @@ class StormPlusCallback(Callback):
         @wraps(user_training_step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not replay.running:
-                replay.record(self._last or partial(_evaluate_again, trainer, opt, args, kwargs))
+                batch = trainer._results.batch  # by whose size `self.log` weighs
+                again = partial(_evaluate_again, trainer, opt, batch, args, kwargs)
+                replay.record(self._last or again)
             counts = not opt.started or opt.pending
             with nullcontext() if counts else _without_trace(pl_module):
                 return user_training_step(*args, **kwargs)
@@ -122,8 +128,7 @@ class StormPlusCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._resumed is not None and self._resumed["mid_epoch"]:
-            # Making the loader's iterator has drawn random numbers.
-            _rewind(storm_optimizers(trainer)[0], self._resumed["rng"])
+            self._rewind(trainer)  # making the loader's iterator has drawn random numbers
         self._resumed = None
         if self._replay is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._replay.finish()  # an epoch that was left early; normally there is nothing
@@ -155,7 +160,9 @@ class StormPlusCallback(Callback):
     def on_save_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        if trainer.world_size == 1:  # a checkpoint has one copy, and each rank its own stream
+        # A checkpoint has one copy, and each rank its own stream. There is no optimizer after
+        # `trainer.validate`.
+        if trainer.world_size == 1 and trainer.optimizers:
             checkpoint[CHECKPOINT_KEY] = {
                 "rng": storm_optimizers(trainer)[0]._random_streams().pack(),
                 "mid_epoch": not trainer.is_last_batch,
@@ -164,21 +171,40 @@ class StormPlusCallback(Callback):
     def on_load_checkpoint(
         self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._resumed = checkpoint.get(CHECKPOINT_KEY)
+        if trainer.world_size == 1:  # else all ranks would go on with the same stream
+            self._resumed = checkpoint.get(CHECKPOINT_KEY)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._resumed is not None:  # before the order of the next epoch is drawn
-            _rewind(storm_optimizers(trainer)[0], self._resumed["rng"])
+        self._rewind(trainer)  # before the order of the next epoch is drawn
+
+    def _rewind(self, trainer: Trainer) -> None:
+        if self._resumed is None:
+            return
+        packed, streams = self._resumed["rng"], storm_optimizers(trainer)[0]._random_streams()
+        if packed.numel() != streams.size:
+            rank_zero_warn(
+                f"the checkpoint holds {packed.numel()} bytes of random state, this process has "
+                f"{streams.size}: it was made with other devices or generators. The run goes on "
+                "with random numbers of its own"
+            )
+            self._resumed = None
+            return
+        streams.unpack(packed)
+        streams.rewind()
 
 
 class _SampleSkipped(Exception):  # nothing is wrong: the user asked for it
     """`training_step` returned None."""
 
 
-def _evaluate_again(trainer: Trainer, opt: StormOptimizer, args: Any, kwargs: Any) -> None:
+def _evaluate_again(trainer: Any, opt: StormOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
     """A micro-batch that is not the last: no gradients are sent."""
-    strategy = trainer.strategy
-    with strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext():
+    strategy, results = trainer.strategy, trainer._results
+    with (
+        strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext(),
+        _replaced(results, "batch", batch),
+        _replaced(results, "batch_size", None),  # Lightning's cache of the size of the last
+    ):
         output = call._call_strategy_hook(trainer, "training_step", *args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
         if loss is not None:
@@ -206,20 +232,14 @@ def _copy(state: Any) -> Any:
 
 
 @contextmanager
-def _replaced(module: LightningModule, name: str, value: Any) -> Iterator[None]:
+def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
     """The attribute of this one object, for a while."""
-    before = vars(module).get(name)
-    setattr(module, name, value)
+    had_one, before = name in vars(owner), vars(owner).get(name)
+    setattr(owner, name, value)
     try:
         yield
     finally:
-        if before is None:
-            delattr(module, name)
+        if had_one:
+            setattr(owner, name, before)
         else:
-            setattr(module, name, before)
-
-
-def _rewind(opt: StormOptimizer, packed: Any) -> None:
-    streams = opt._random_streams()
-    streams.unpack(packed)
-    streams.rewind()
+            delattr(owner, name)

@@ -10,6 +10,7 @@ from lightning.pytorch.core.optimizer import do_nothing_closure
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from stormplus.torch.optimizer import StormOptimizer
@@ -26,11 +27,24 @@ def storm_optimizers(trainer: Trainer) -> list[StormOptimizer]:
     return found
 
 
+def refuse_the_other_package(trainer: Any) -> None:
+    if not isinstance(trainer, Trainer):
+        kind = type(trainer)
+        raise TypeError(
+            f"the trainer is a {kind.__module__.split('.')[0]}.{kind.__qualname__}, and "
+            "StormPlusCallback works with that of the package lightning: import Trainer, "
+            "LightningModule and callbacks from lightning.pytorch, not from pytorch_lightning"
+        )
+
+
 def check(trainer: Any, pl_module: LightningModule) -> None:
     plugin, strategy = trainer.precision_plugin, trainer.strategy
     passes_closure = (Precision.optimizer_step, MixedPrecision.optimizer_step)
     if type(plugin).optimizer_step not in passes_closure:
-        raise TypeError(f"{type(plugin).__name__} steps in its own way, without our closure")
+        raise TypeError(
+            f"the precision plugin {type(plugin).__name__} steps in its own way, without our "
+            'closure: use precision="32-true", "64-true", "bf16-mixed" or "16-mixed"'
+        )
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise TypeError(
             f"the strategy {type(strategy).__name__} has not been verified: use one device or "
@@ -42,6 +56,14 @@ def check(trainer: Any, pl_module: LightningModule) -> None:
         raise ValueError(
             "StochasticWeightAveraging ends with an epoch of steps without gradients: average "
             "with EMAWeightAveraging, or with stormplus.UniformIterate"
+        )
+    if pl_module.automatic_optimization and is_param_in_hook_signature(
+        pl_module.training_step, "dataloader_iter", explicit=True
+    ):
+        raise TypeError(
+            "training_step(self, dataloader_iter) draws another batch each time it is called, so "
+            "that the two gradients of a sample would be of two samples: take (self, batch, "
+            "batch_idx), or use manual optimization with one draw before the closure"
         )
     if getattr(plugin, "scaler", None) is not None and not pl_module.automatic_optimization:
         raise ValueError(

@@ -45,6 +45,11 @@ class Replay:
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._give_closure)
 
+    @property
+    def recording(self) -> bool:
+        """Whether the sample has begun."""
+        return bool(self._parts)
+
     def record(self, evaluate: Callable[[], Any]) -> None:
         """Call it before the first evaluation of a micro-batch, of which `evaluate` is another."""
         if not self._parts:

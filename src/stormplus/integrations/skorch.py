@@ -1,8 +1,8 @@
 """skorch: a mixin for its nets.
 
-skorch gives every optimizer a closure, so that a net trains with STORM+ as it is. Two things
-need the mixin: running statistics would count each sample twice, and skorch's `lr` is 0.01
-unless one says otherwise.
+skorch gives every optimizer a closure, so that a net trains with STORM+ as it is. Three things
+need the mixin: running statistics would count each sample twice, skorch's `lr` is 0.01 unless
+one says otherwise, and weights that are loaded alone leave an estimator of another point.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from stormplus.integrations.point import Point
 from stormplus.torch import StormPlus, same_sample
 from stormplus.torch.optimizer import StormOptimizer
 
@@ -42,6 +43,7 @@ class StormMixin:
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, optimizer=optimizer, lr=lr, **kwargs)  # type: ignore[call-arg]
+        self.storm_point_ = Point()  # without its underscore skorch would take it for an argument
 
     def _step_optimizer(self, step_fn: Callable[[], Any] | None) -> None:
         """Hand skorch's closure over, with random numbers and running statistics in order."""
@@ -62,4 +64,6 @@ class StormMixin:
             raise TypeError("_step_optimizer got no closure: pass it the net's step_fn")
         parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
         model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
+        self.storm_point_.settle(opt)
         opt.step(same_sample(opt, model)(step_fn))
+        self.storm_point_.note(opt)
