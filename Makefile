@@ -51,8 +51,8 @@ docs: $(READY_LONG)  ## the site, in ./site
 	$(BIN)/mkdocs build --strict
 
 report: $(READY)  ## the benchmark's page and README's results, from the committed rows
-	$(BIN)/stormplus report docs/results/smooth.jsonl docs/results/networks.jsonl \
-		--output out/report --readme README.md
+	$(BIN)/stormplus report docs/results/smooth.jsonl.gz --output out/report --readme README.md \
+		--keep docs/figures
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2

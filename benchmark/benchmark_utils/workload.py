@@ -153,6 +153,7 @@ class Network(Workload):
         self.prepare, self.criterion = prepare, criterion
         self.classes, self.full_grad = classes, full_grad
         self.batches = math.ceil(len(train[0]) / batch_size)
+        self.measured = min(self.measured, len(train[0]))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 
-from bench_rows import frame_of, hand_made, make_run
+from bench_rows import frame_of, hand_made, make_run, swept
 from matplotlib.colors import to_hex, to_rgb
 
 from stormplus.bench import figures, style
@@ -111,7 +111,8 @@ def test_per_cent(value, text):
     assert figures.per_cent(math.inf) == "div."
 
 
-def test_the_profile_is_a_staircase_with_scores_in_the_legend(frame):
+def test_the_profile_is_a_staircase_with_scores_in_the_legend(tmp_path):
+    frame = frame_of(tmp_path, swept())
     axis = figures.performance_profile(frame, fraction=0.5, setters=()).axes[1]
     (line,) = lines_of(axis, "STORM+")
     assert line.get_drawstyle() == "steps-post"
@@ -126,6 +127,65 @@ def test_a_grid_has_a_panel_for_each_workload_and_only_the_methods_asked_for(fra
         shown = [axis for axis in figure.axes if axis.get_visible()]
         assert [axis.get_title() for axis in shown] == ["a", "b"]
         assert [t.get_text() for t in figure.legends[0].get_texts()] == ["STORM+", "SGD"]
+
+
+LEFT_OUT = "each at its best lr\n(methods with one learning rate are left out)"
+
+
+def test_methods_with_one_lr_are_not_drawn_as_tuned_and_it_is_said(frame, tmp_path):
+    for figure in (figures.curves(frame, "a"), figures.performance_profile(frame)):
+        default, best = figure.axes[:2]
+        assert lines_of(default, "Adam")
+        assert not lines_of(best, "Adam")
+        assert best.get_title().endswith(LEFT_OUT)
+        assert default.get_title().endswith("each at its default lr")
+    grid = figures.curves_grid(frame, best_lr=True)
+    assert "methods with one learning rate are left out" in _title(grid)
+    assert [t.get_text() for t in grid.legends[0].get_texts()] == ["STORM+", "SGD"]
+    assert [t.get_text() for t in grid.axes[1].texts] == ["no method ran several lr"]
+    (tmp_path / "all").mkdir()
+    everyone = frame_of(tmp_path / "all", swept())
+    assert figures.curves(everyone, "a").axes[1].get_title() == "a: each at its best lr"
+    assert "left out" not in _title(figures.curves_grid(everyone, best_lr=True))
+
+
+def _title(figure):
+    return figure.legends[0].get_title().get_text().replace("\n", " ")
+
+
+def test_a_panel_without_a_default_does_not_speak_of_divergence(tmp_path):
+    runs = [make_run([4, 2, 1], lr=lr, default=False) for lr in (1, 2)]
+    frame = frame_of(tmp_path, [*runs, make_run([5, None], workload="x", status="diverged")])
+    default, best = figures.curves(frame, "w").axes[:2]
+    assert [t.get_text() for t in default.texts] == ["no run at the default lr"]
+    assert not best.texts
+    assert lines_of(best, "SGD")
+    panel = figures.curves_grid(frame).axes[0]
+    assert [t.get_text() for t in panel.texts] == ["no run at the default lr"]
+    # Validation was not measured; that is another thing.
+    unmeasured = frame[frame["workload"] == "w"].assign(valid_loss=math.nan, default=True)
+    unmeasured = unmeasured[unmeasured["lr"] == 1]
+    panel = figures.curves_grid(unmeasured, column="valid_loss").axes[0]
+    assert [t.get_text() for t in panel.texts] == ["not measured"]
+
+
+@pytest.mark.parametrize("draw", [figures.curves_grid, figures.sensitivity_grid])
+@pytest.mark.parametrize("workloads", ["a", "ab", "abc"])
+def test_the_legend_fits_into_the_figure(tmp_path, draw, workloads):
+    runs = [make_run([4, 2], method=m, workload=w) for m in style.STYLES for w in workloads]
+    figure = draw(frame_of(tmp_path, runs))
+    figure.savefig(io.BytesIO(), format="png", dpi=figure.dpi)
+    box = figure.legends[0].get_window_extent()
+    assert 0 <= box.x0 < box.x1 <= figure.bbox.width
+    assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+
+
+def test_the_map_notes_who_did_not_run_every_workload(tmp_path):
+    runs = [make_run([4, 1], workload=w) for w in "ab"]
+    frame = frame_of(tmp_path, [*runs, make_run([4, 0], method="SVRG", workload="a")])
+    axis = figures.cost_of_not_tuning(frame).axes[0]
+    labels = [t.get_text() for t in axis.get_yticklabels()]
+    assert labels == ["SGD", "SVRG (1 of 2 workloads)"]
 
 
 ODD = {
@@ -169,7 +229,8 @@ def test_svg_is_the_same_each_time_and_refers_to_itself_only(frame):
         assert reference.split('"')[0] in ids[0]
 
 
-def test_svg_keeps_the_text_as_it_is(frame):
+def test_svg_keeps_the_text_as_it_is(tmp_path):
+    frame = frame_of(tmp_path, swept())
     svg = to_svg(figures.performance_profile(frame, fraction=0.5, setters=()), "f1")
     assert "0.42 STORM+" in svg  # coordinates are rounded, words are not
 

@@ -3,11 +3,12 @@
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 
 pytest.importorskip("pandas")
 
-from bench_rows import frame_of, hand_made, make_run
+from bench_rows import frame_of, hand_made, make_run, swept
 
 from stormplus.bench import scores
 
@@ -67,7 +68,8 @@ def test_performance_profile_at_the_defaults(frame):
     assert profile.scores.to_dict() == {"SGD": 0.5, "STORM+": 0.5, "Adam": 0}
 
 
-def test_performance_profile_at_the_best_lr(frame):
+def test_performance_profile_at_the_best_lr(tmp_path):
+    frame = frame_of(tmp_path, swept())
     profile = scores.performance_profile(frame, best_lr=True, fraction=0.5, setters=())
     # a: SGD at lr 1 reaches 2 at 50, STORM+ at 75: r = 1.5.
     assert profile.ratios.loc["STORM+"].to_list() == [1.5, INF]
@@ -81,6 +83,45 @@ def test_performance_profile_at_the_best_lr(frame):
     r = profile.ratios.loc["STORM+"].to_numpy()
     area = np.mean((r[:, None] <= taus).mean(axis=0))
     assert profile.scores["STORM+"] == pytest.approx(area, abs=1e-4)
+
+
+def test_at_the_best_lr_who_ran_one_lr_is_left_out(frame):
+    # On a Adam ran one lr; on b every method did, so that nobody can be compared there.
+    profile = scores.performance_profile(frame, best_lr=True, fraction=0.5, setters=())
+    assert profile.times["a"].to_dict() == {"SGD": 50, "STORM+": 75}
+    assert list(profile.times) == list(profile.target.index) == ["a"]
+    assert profile.scores["SGD"] == 1
+
+
+def test_one_lr_on_one_workload_is_no_missed_target(tmp_path):
+    runs = [make_run([2, 1], lr=lr, workload=w, default=False) for lr in (1, 2) for w in "ab"]
+    runs += [make_run([2, 1], lr=lr, method="Adam", default=False) for lr in (1, 2)]
+    runs += [make_run([2, 1], lr=1, method="Adam", workload="a", default=False)]
+    profile = scores.performance_profile(frame_of(tmp_path, runs), best_lr=True)
+    assert list(profile.scores.index) == ["SGD"]
+
+
+def test_one_lr_each_leaves_nobody(tmp_path):
+    profile = scores.performance_profile(frame_of(tmp_path, [make_run([2, 1])]), best_lr=True)
+    assert profile.scores.empty
+
+
+def test_times_are_compared_at_the_checkpoint(tmp_path):
+    runs = [
+        make_run([4, 1, 0], evaluations=[0, 4, 8]),
+        make_run([4, 1, 0], evaluations=[0, 3, 7], method="STORM+"),  # 1 + 2 + ... gradients
+        make_run([4, 0, 0], evaluations=[0, 5, 9], method="SVRG"),
+        make_run([4, 9], evaluations=[0, 6], method="Adam", status="diverged"),
+        make_run([4, 1, 1, 0], evaluations=[0, 3, 4, 8], workload="dense"),
+        make_run([4, 1, 1, 0], evaluations=[0, 4, 5, 8], workload="dense", method="DoG"),
+    ]
+    goal = pd.Series({"w": 1.0, "dense": 1.0})
+    times = scores.time_to_target(frame_of(tmp_path, runs), goal)
+    times = times.set_index(["workload", "method"])["time"]
+    # 4 is the checkpoint of 3, and so not one before 5. At 6 there is but a divergence.
+    assert times["w"].to_dict() == {"SGD": 4, "STORM+": 4, "SVRG": 5, "Adam": INF}
+    # Measured at 3 and at 4, and at 4 and at 5, by one run: these are different checkpoints.
+    assert times["dense"].to_dict() == {"SGD": 3, "DoG": 4}
 
 
 def test_a_workload_without_a_run_is_missed(tmp_path):

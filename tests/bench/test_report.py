@@ -11,7 +11,7 @@ pytest.importorskip("click")
 
 import pandas as pd
 from bench_reports import README, call, finished, write_rows
-from bench_rows import make_run
+from bench_rows import frame_of, make_run, swept
 
 from stormplus.bench import rows, statements
 
@@ -34,6 +34,11 @@ def test_everything_is_written(finished_report):
     assert figures == each | {f"{name}.{end}" for name in overviews for end in ("png", "svg")}
     table = pd.read_csv(output / "table.csv")
     assert len(table) == 6
+    marked = table[table["at_end"]]
+    assert marked[["workload", "method", "tuned_lr"]].to_numpy().tolist() == [
+        ["a", "SGD", 1.0],
+        ["a", "STORM+", 1.0],
+    ]
 
 
 def test_a_cut_line_is_a_warning(finished_report):
@@ -45,18 +50,73 @@ def test_a_cut_line_is_a_warning(finished_report):
 def test_it_says_plainly_where_storm_plus_wins_ties_and_loses(finished_report):
     _, result = finished_report
     # Defaults: a: 1..3 against SGD's 4, a win; b: 1 against SGD's 0.5, a loss.
-    # Best lr: a: 1..3 against SGD's 0..1, a tie; b: as before.
+    # Best lr: a: 1..3 against SGD's 0..1, a tie; Adam on a and all on b ran one lr.
     assert (
         "STORM+, with every method at its default lr: better than the best other method on 1 of "
         "2 workloads: a; level with it on 0; worse than it on 1: b (to SGD)." in result.stdout
     )
     assert (
-        "STORM+, with every method at its best lr: better than the best other method on 0 of 2 "
-        "workloads; level with it on 1: a; worse than it on 1: b (to SGD)." in result.stdout
+        "STORM+, with every method at its best lr (methods with one learning rate are left out): "
+        "better than the best other method on 0 of 1 workload; level with it on 1: a; worse than "
+        "it on 0." in result.stdout
     )
     # (1.5 / 9.5 + 0.5 / 1.5) / 2 = 24.6 %
     assert "STORM+ untuned leaves 25 % of the possible decrease" in result.stdout
-    assert "place 2 of 3" in result.stdout
+    assert "place 2 of 3." in result.stdout
+
+
+def test_nothing_is_said_of_left_out_methods_if_there_are_none(tmp_path):
+    said = statements.statements(frame_of(tmp_path, swept()))["STORM+"]
+    assert said[1].startswith("**STORM+**, with every method at its best lr: better than the best")
+    assert said[1].endswith("level with it on 1: a; worse than it on 1: b (to SGD).")
+
+
+def test_a_method_of_ours_with_one_lr_is_not_called_tuned(tmp_path):
+    runs = [
+        make_run([2, 1], method="STORM+"),
+        make_run([2, 1]),
+        make_run([2, 1], lr=1, default=False),
+    ]
+    summary = statements.summary(frame_of(tmp_path, runs))
+    assert not any("best lr" in text for text in summary.said["STORM+"])
+    assert summary.duels.loc["SGD"].to_list() == ["0 / 1 / 0", ""]
+    assert summary.scores.loc["STORM+", "profile score, best lr"] == ""
+
+
+def test_only_methods_that_ran_every_workload_have_a_place(tmp_path):
+    runs = [make_run([4, 1], workload=w, method=m) for w in "ab" for m in ("SGD", "STORM+ mean")]
+    runs += [make_run([4, 0], workload="a", method="STORM+")]
+    frame = frame_of(tmp_path, runs)
+    said = statements.statements(frame)
+    assert said["STORM+"][-1].endswith(
+        "leaves 0 % of the possible decrease on the table on average (1 of 2 workloads): without "
+        "a place, which takes a run on every workload."
+    )
+    assert said["STORM+ mean"][-1].endswith("place 2 of 2 that ran on every workload.")
+    table = statements.score_table(frame)
+    assert list(table["place"]) == ["1", "2", ""]
+    assert table.iloc[2]["cost of not tuning, %"] == "0 (1 of 2 workloads)"
+
+
+def test_two_budgets_of_one_workload_are_refused(tmp_path):
+    path = write_rows(
+        tmp_path / "rows.jsonl", [make_run([2, 1]), make_run([2, 1], seed=1, budget=3000)]
+    )
+    result = call(path, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert "the runs of w have budgets of 100, 3,000 gradient evaluations" in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_facts_tell_how_many_examples_were_measured(tmp_path):
+    runs = [
+        make_run([2, 1], workload=w, measured=n) for w, n in (("a", 5), ("b", 2000), ("c", None))
+    ]
+    runs.append(make_run([2, 1], workload="b", seed=1, measured=3000))
+    summary = statements.summary(frame_of(tmp_path, runs))
+    assert summary.facts.measured == {"a": "5", "b": "2,000 or 3,000"}
+    text = statements.markdown_section(summary, "figures", "make")
+    assert "Examples that the losses are measured on: a 5, b 2,000 or 3,000." in text
 
 
 def test_the_section_of_the_readme_is_replaced_in_place(finished_report):
@@ -66,8 +126,13 @@ def test_the_section_of_the_readme_is_replaced_in_place(finished_report):
     assert text.endswith(statements.END + "\n\nAfter.\n")
     assert "old" not in text
     assert "16 runs of 3 methods on 2 workloads, 2 seeds, on a test; 3 runs diverged." in text
-    assert "| SGD | 1 / 0 / 1 | 0 / 1 / 1 |" in text
-    assert "| Adam | 2 / 0 / 0 | 2 / 0 / 0 |" in text
+    assert "| SGD | 1 / 0 / 1 | 0 / 1 / 0 |" in text
+    assert "| Adam | 2 / 0 / 0 |  |" in text
+    # STORM+: 1 of 1 and 10; SGD: 1 of 0.1 and 1.
+    told = (
+        "In 2 of 2 cases (a method on a workload) the best rate is at an end of the range: a wider"
+    )
+    assert told in text.replace("\n", " ")
     links = re.findall(r"\]\((.*?)\)", text)
     assert links
     assert all((folder / link).exists() for link in links)
@@ -78,7 +143,7 @@ def test_the_section_of_the_readme_is_replaced_in_place(finished_report):
 def test_the_results_file_has_the_same_words(finished_report):
     folder, _ = finished_report
     text = (folder / "docs" / "r" / "results.md").read_text()
-    assert "| SGD | 1 / 0 / 1 | 0 / 1 / 1 |" in text
+    assert "| SGD | 1 / 0 / 1 | 0 / 1 / 0 |" in text
     assert "(figures/cost_of_not_tuning.png)" in text
 
 
@@ -149,3 +214,15 @@ def test_odd_rows_have_a_report_too(tmp_path, runs):
     result = call(path, "--output", tmp_path / "out")
     assert result.exit_code == 0, result.output
     assert '<b>"&' not in (tmp_path / "out" / "index.html").read_text()
+
+
+def test_the_picture_of_the_readme_can_be_kept_elsewhere(tmp_path):
+    path = write_rows(tmp_path / "rows.jsonl", [make_run([2, 1])])
+    readme = tmp_path / "README.md"
+    readme.write_text(f"{statements.BEGIN}\n{statements.END}\n")
+    keep = tmp_path / "docs" / "figures"
+    result = call(path, "--output", tmp_path / "out", "--readme", readme, "--keep", keep)
+    assert result.exit_code == 0, result.output
+    assert "](docs/figures/cost_of_not_tuning.png)" in readme.read_text()
+    assert [file.name for file in keep.iterdir()] == ["cost_of_not_tuning.png"]
+    assert "--keep" in readme.read_text()

@@ -13,7 +13,8 @@ pytest.importorskip("pandas")
 pytest.importorskip("matplotlib")
 pytest.importorskip("click")
 
-from bench_reports import finished
+from bench_reports import call, finished, write_rows
+from bench_rows import make_run
 
 
 @pytest.fixture(scope="module")
@@ -76,8 +77,26 @@ def test_the_page_states_what_was_run(finished_report):
         "a test",
         "a 100 (batch 64), b 100 (batch 64)",
         "<dt>Seeds</dt><dd>0, 1</dd>",
+        "<dt>Best rates</dt><dd>In 2 of 2 cases (a method on a workload) the best rate is at an",
     ):
         assert fact in text
+    assert "measured on</dt>" not in text  # the rows do not tell
+
+
+def test_a_best_rate_at_an_end_is_marked_and_sorts_as_a_number(finished_report):
+    folder, _ = finished_report
+    text = (folder / "docs" / "r" / "index.html").read_text()
+    assert text.count('<td data-value="1">1 (end)</td>') == 2  # STORM+ and SGD on a
+    assert text.count(" (only)</td>") == 4
+    assert '<td data-value="0.001">0.001 (only)</td>' in text
+
+
+def test_the_page_tells_on_how_many_examples_was_measured(tmp_path):
+    run = make_run([2, 1], measured=2000)
+    result = call(write_rows(tmp_path / "rows.jsonl", [run]), "--output", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    text = (tmp_path / "out" / "index.html").read_text()
+    assert "<dt>Examples that the losses are measured on</dt><dd>w 2,000</dd>" in text
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")

@@ -1,5 +1,6 @@
 """The journal: what is written is read, and what is damaged is named."""
 
+import gzip
 import json
 import math
 import multiprocessing
@@ -97,6 +98,39 @@ def test_a_cut_anywhere_in_the_first_lines_is_mended_by_append(tmp_path, length)
     assert path.read_bytes() == whole
 
 
+def test_a_line_that_is_completed_while_the_file_is_read_is_still_cut(tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    rows.append(path, make_run([1]))
+    rows.append(path, make_run([2], seed=1))
+    whole = path.read_bytes()
+    for on_cut in ("raise", "drop"):
+        reads = iter([whole[:-40], whole, whole])
+        monkeypatch.setattr(type(path), "read_bytes", lambda _, reads=reads: next(reads))
+        if on_cut == "drop":
+            assert list(rows.load(path, on_cut)["train_loss"]) == [1]
+        else:
+            with pytest.raises(ValueError, match="line 3: the last line is cut short"):
+                rows.load(path, on_cut)
+
+
+def test_a_function_is_told_of_the_cut(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    rows.append(path, make_run([1]))
+    with path.open("a") as file:
+        file.write('{"workload')
+    told = []
+    assert len(rows.load(path, lambda *cut: told.append(cut))) == 1
+    assert told == [(path, 3)]
+
+
+def test_the_number_of_measured_examples_is_optional(tmp_path):
+    frame = frame_of(tmp_path, [make_run([1], measured=2000), make_run([1], seed=1)])
+    assert frame["measured"].to_list() == pytest.approx([2000, math.nan], nan_ok=True)
+    for value in (2.5, True, 0, "all"):
+        with pytest.raises(ValueError, match=f"'measured' should be a positive int, got {value!r}"):
+            rows.append("never-written", make_run([1], measured=value))
+
+
 def test_only_the_newline_is_missing(tmp_path):
     path = tmp_path / "rows.jsonl"
     rows.append(path, make_run([1]))
@@ -189,15 +223,29 @@ def as_benchopt(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def test_the_frame_of_benchopt_becomes_the_same_frame(tmp_path):
-    frame = frame_of(tmp_path, [make_run([3, None, 1], seed=s) for s in (0, 1)])
+    frame = frame_of(tmp_path, [make_run([3, None, 1], seed=s, measured=9) for s in (0, 1)])
     same = rows.from_benchopt(as_benchopt(frame).sample(frac=1, random_state=0))
     measured = [name for name in rows.COLUMNS if name not in ("versions", "machine")]
     pd.testing.assert_frame_equal(same[measured], frame[measured])
     assert json.loads(same["versions"][0]) == {"numpy": "2.4.6"}
     assert set(same["machine"]) == {"linux"}
+    without = rows.from_benchopt(as_benchopt(frame).drop(columns="objective_measured"))
+    assert without["measured"].isna().all()
 
 
 def test_a_frame_of_another_benchmark_is_refused(tmp_path):
     frame = as_benchopt(frame_of(tmp_path, [make_run([1])])).drop(columns="objective_lr")
     with pytest.raises(ValueError, match="no column objective_lr"):
         rows.from_benchopt(frame)
+
+
+def test_a_compressed_journal_is_read_and_a_damaged_one_explained(tmp_path):
+    plain = tmp_path / "rows.jsonl"
+    rows.append(plain, make_run([3, 2, 1]))
+    packed = tmp_path / "rows.jsonl.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    assert rows.load(packed).equals(rows.load(plain))
+    assert rows.keys(packed) == rows.keys(plain)
+    packed.write_bytes(packed.read_bytes()[:-20])
+    with pytest.raises(ValueError, match=r"rows\.jsonl\.gz cannot be decompressed"):
+        rows.load(packed)

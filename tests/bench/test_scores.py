@@ -6,7 +6,7 @@ import pytest
 
 pytest.importorskip("pandas")
 
-from bench_rows import frame_of, hand_made, make_run
+from bench_rows import frame_of, hand_made, make_run, swept
 
 from stormplus.bench import scores
 
@@ -83,8 +83,23 @@ def test_cost_of_not_tuning(frame):
     assert lookup(table, "ratio", workload="b", method="SGD") == 1
     mean = scores.mean_lost(table)
     assert list(mean.index) == ["SGD", "STORM+", "Adam"]
-    assert mean["STORM+"] == pytest.approx((1.5 / 9.5 + 0.5 / 1.5) / 2)
-    assert mean["Adam"] == 1  # divergence counts as no decrease at all
+    assert mean["mean"]["STORM+"] == pytest.approx((1.5 / 9.5 + 0.5 / 1.5) / 2)
+    assert mean["mean"]["Adam"] == 1  # divergence counts as no decrease at all
+    assert list(mean["place"]) == [1, 2, 3]
+
+
+def test_a_method_that_did_not_run_every_workload_has_no_place(tmp_path):
+    runs = [make_run([4, 0], method="SVRG", workload="a")]
+    for workload in "abc":
+        ends = {"Adam": 2, "SGD": 1} if workload != "c" else {"Adam": 9, "SGD": 9}  # c: n/a
+        runs += [make_run([4, e], method=m, workload=workload) for m, e in ends.items()]
+    mean = scores.mean_lost(scores.cost_of_not_tuning(frame_of(tmp_path, runs)))
+    # SVRG has lost nothing, on the one workload that it ran of the two with a decrease.
+    # Adam: a: 2 / 4, b: (2 - 1) / 3. SGD: a: 1 / 4, b: 0.
+    assert list(mean.index) == ["SGD", "Adam", "SVRG"]
+    assert list(mean["mean"]) == pytest.approx([1 / 8, 5 / 12, 0])
+    assert list(mean["place"]) == pytest.approx([1, 2, math.nan], nan_ok=True)
+    assert list(mean["note"]) == ["", "", " (1 of 2 workloads)"]
 
 
 def test_wins_ties_and_losses(frame):
@@ -95,9 +110,52 @@ def test_wins_ties_and_losses(frame):
     assert lookup(duels, "outcome", workload="b", rival="Adam") == "win"
     counts = scores.count(duels)
     assert counts.loc["SGD"].to_dict() == {"win": 1, "tie": 0, "loss": 1}
-    # Tuned, a: 1..3 against 0..1: one seed of each ends at 1, so nobody wins.
+
+
+def test_at_the_best_lr_methods_with_one_lr_are_left_out(frame, tmp_path):
+    # On a Adam ran one lr, on b every method did.
+    # a: 1..3 against 0..1: one seed of each ends at 1, so nobody wins.
     duels = scores.wins_ties_losses(frame, "STORM+", best_lr=True)
-    assert lookup(duels, "outcome", workload="a", rival="SGD") == "tie"
+    assert duels[["workload", "rival", "outcome"]].to_numpy().tolist() == [["a", "SGD", "tie"]]
+    best = scores.against_the_best(frame, "STORM+", best_lr=True)
+    assert list(best["workload"]) == ["a"]
+    assert scores.wins_ties_losses(frame, "Adam", best_lr=True).empty
+    assert scores.count(scores.wins_ties_losses(frame, "Adam", best_lr=True)).empty
+    (tmp_path / "all").mkdir()
+    everyone = frame_of(tmp_path / "all", swept())
+    assert len(scores.wins_ties_losses(everyone, "STORM+", best_lr=True)) == 4
+    # The best that tuning can do is still that of all runs.
+    assert list(scores.best_tuned(frame)["loss"]) == [0.5, 0.5]
+
+
+def test_a_best_lr_at_an_end_of_its_range_is_marked(tmp_path):
+    ends = {"low": (1, 2, 3), "middle": (2, 1, 3), "high": (3, 2, 1)}
+    runs = [
+        make_run([4, end], method=method, lr=lr, default=lr == 0.1)
+        for method, values in ends.items()
+        for lr, end in zip((0.01, 0.1, 1.0), values)
+    ]
+    runs += [make_run([4, 1], method="one")]
+    runs += [make_run([4], method="none", lr=lr, status="diverged", default=False) for lr in (1, 2)]
+    table = scores.tuned(frame_of(tmp_path, runs)).set_index("method")
+    marked = {"low": True, "middle": False, "high": True, "one": False, "none": False}
+    assert table["at_end"].to_dict() == marked
+    assert table["rates"].to_dict() == {"low": 3, "middle": 3, "high": 3, "one": 1, "none": 2}
+
+
+def test_a_diverged_run_has_no_final_quality(tmp_path):
+    runs = [make_run([4, 2]), make_run([4, 3, None], seed=1, status="diverged")]
+    runs += [make_run([4, 3, None], method="Adam")]  # diverged, whatever it says
+    for run in runs:
+        run["curve"]["valid_accuracy"] = [0.5] * len(run["curve"]["train_loss"])
+    frame = frame_of(tmp_path, runs)
+    ends = scores.runs(frame).set_index(["method", "seed"])
+    for name, value in (("valid_loss", 2), ("valid_accuracy", 0.5)):
+        assert ends[name]["SGD", 0] == value
+        assert math.isnan(ends[name]["SGD", 1])
+        assert math.isnan(ends[name]["Adam", 0])
+    # Half of SGD's runs diverged, so that its median did.
+    assert scores.final(frame)["valid_loss"].isna().all()
 
 
 @pytest.mark.parametrize(

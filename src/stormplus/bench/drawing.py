@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ except ImportError as error:  # pragma: no cover
 # What the small overviews show; all methods together would be a thicket.
 HEADLINE = ("STORM+", "STORM+ mean", "STORM+ units", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
 EVALUATIONS = "gradient evaluations"
+INCHES_PER_ENTRY, LETTERS_PER_INCH = 1.8, 14  # of a legend
 NAMES = {"train_loss": "training loss", "loss": "final training loss"}
 NAMES |= {"valid_loss": "validation loss", "grad_norm": "final gradient norm"}
 
@@ -74,8 +76,10 @@ def grid_lines(axis: Any) -> None:
 
 
 def legend(figure: Figure, methods: Iterable[str], title: str, columns: int = 6) -> None:
-    """One legend below the figure, in the table's order."""
+    """One legend below the figure, in the table's order, not wider than the figure."""
     names = ordered(methods)
+    width = figure.get_figwidth()
+    columns = min(columns, int(width / INCHES_PER_ENTRY))
     handles = [Line2D([], [], **style_of(name).line()) for name in names]  # type: ignore[arg-type]
     figure.legend(
         handles,
@@ -83,7 +87,7 @@ def legend(figure: Figure, methods: Iterable[str], title: str, columns: int = 6)
         loc="outside lower center",
         ncols=min(columns, max(1, len(names))),
         fontsize=8.5,
-        title=title,
+        title=textwrap.fill(title, int(width * LETTERS_PER_INCH)),
         title_fontsize=8.5,
         frameon=False,
         handlelength=3.4,

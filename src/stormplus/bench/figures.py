@@ -10,6 +10,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from matplotlib.figure import Figure
 
 from stormplus.bench import drawing, panels, scores
+from stormplus.bench.finals import ONE_LR, any_left_out
 from stormplus.bench.style import ordered, style_of
 
 BANDS = "lines: median over seeds; bands: lowest to highest; crosses: diverged in most runs"
@@ -28,8 +29,10 @@ def curves(
     axes = figure.subplots(1, 2)
     tables = [panels.curves_of(frame, column, best_lr=best_lr) for best_lr in (False, True)]
     limits = panels.curve_limits(tables, scores.initial_loss(frame).median())
-    for axis, table, lr in zip(axes, tables, ("default", "best")):
-        panels.curves_panel(axis, table, limits, f"{workload}: each at its {lr} lr")
+    for axis, table, best_lr in zip(axes, tables, (False, True)):
+        title = f"{workload}: {_each(frame, best_lr=best_lr)}"
+        empty = panels.why_empty(frame, table, best_lr=best_lr)
+        panels.curves_panel(axis, table, limits, title, empty)
     axes[0].set_ylabel(drawing.NAMES.get(column, column))
     drawing.legend(figure, frame["method"], BANDS)
     return figure
@@ -45,12 +48,15 @@ def curves_grid(
     """The curves of all workloads, one small panel each."""
     frame = drawing.chosen(frame, methods)
     figure, parts = panels.panel_grid(frame)
+    drawn: list[str] = []
     for axis, (workload, part) in parts:
         table = panels.curves_of(part, column, best_lr=best_lr)
         limits = panels.curve_limits([table], scores.initial_loss(part).median())
-        panels.curves_panel(axis, table, limits, workload)
+        empty = panels.why_empty(part, table, best_lr=best_lr)
+        panels.curves_panel(axis, table, limits, workload, empty)
+        drawn += table["method"].unique().tolist()
     figure.supylabel(drawing.NAMES.get(column, column), fontsize=10)
-    drawing.legend(figure, frame["method"], BANDS)
+    drawing.legend(figure, drawn, f"{_each(frame, best_lr=best_lr)}; {BANDS}")
     return figure
 
 
@@ -82,7 +88,7 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
     mean = scores.mean_lost(cost)
     grid = cost.pivot(index="method", columns="workload", values="lost").reindex(mean.index)
     ran = cost.pivot(index="method", columns="workload", values="loss").reindex(mean.index)
-    grid.insert(len(grid.columns), "mean", mean)
+    grid.insert(len(grid.columns), "mean", mean["mean"])
     rows, columns = grid.shape
     figure = Figure(figsize=(2.2 + 0.75 * columns, 1.6 + 0.3 * rows), layout="constrained")
     axis: Any = figure.subplots()
@@ -102,7 +108,7 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
             weight="bold" if j == columns - 1 else "normal",
         )
     axis.set_xticks(np.arange(columns) + 0.5, list(grid.columns), rotation=35, ha="right")
-    axis.set_yticks(np.arange(rows) + 0.5, list(grid.index))
+    axis.set_yticks(np.arange(rows) + 0.5, list(grid.index + mean["note"]))
     for label in axis.get_yticklabels():
         label.set_weight("bold" if "STORM+" in label.get_text() else "normal")
     axis.invert_yaxis()
@@ -153,11 +159,16 @@ def performance_profile(
         )
         axis.set(xlim=(1, profile.rho.columns[-1]), ylim=(-0.02, 1.02))
         axis.set_xlabel(r"$\tau$: times the evaluations of the fastest method", fontsize=9)
-        axis.set_title("each at its " + ("best lr" if best_lr else "default lr"), fontsize=10)
+        axis.set_title(_each(frame, best_lr=best_lr), fontsize=10)
+        axis.set_ylabel(f"share of the workloads ({profile.ratios.shape[1]})", fontsize=9)
         drawing.grid_lines(axis)
-        if not best_lr:
-            axis.set_ylabel(f"share of the workloads ({profile.ratios.shape[1]})", fontsize=9)
     return figure
+
+
+def _each(frame: pd.DataFrame, *, best_lr: bool) -> str:
+    if not best_lr:
+        return "each at its default lr"
+    return "each at its best lr" + (f"\n({ONE_LR})" if any_left_out(frame) else "")
 
 
 def per_cent(value: float) -> str:

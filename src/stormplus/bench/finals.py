@@ -14,10 +14,15 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from stormplus.bench.run import KEY
 
 SETTING = ["workload", "method", "lr"]
+QUALITY = ["valid_loss", "train_accuracy", "valid_accuracy"]
+ONE_LR = "methods with one learning rate are left out"
 
 
 def runs(frame: pd.DataFrame) -> pd.DataFrame:
-    """One line for each run: its last values, `loss` and `initial` (the first loss)."""
+    """One line for each run: its last values, `loss` and `initial` (the first loss).
+
+    A run that diverged has no last values: what was measured before tells nothing of its end.
+    """
     ordered = frame.sort_values("evaluations", kind="stable")
     groups = ordered.groupby(list(KEY), sort=False)
     table = groups.last()  # the last value that is known, column by column
@@ -25,6 +30,7 @@ def runs(frame: pd.DataFrame) -> pd.DataFrame:
     fine = (table["status"] == "done") & np.isfinite(at_end)
     table["loss"] = at_end.where(fine, np.inf)
     table["grad_norm"] = table["grad_norm"].where(fine, np.inf)
+    table[QUALITY] = table[QUALITY].where(fine)
     table["initial"] = groups.head(1).set_index(list(KEY))["train_loss"].reindex(table.index)
     return table.reset_index()
 
@@ -39,12 +45,13 @@ def final(frame: pd.DataFrame) -> pd.DataFrame:
     """One line for each workload, method and lr: medians over seeds, and the spread.
 
     Columns: `loss`, `low`, `high`, `seeds`, `diverged` (a number of runs), `default`,
-    `grad_norm`, `grad_low`, `grad_high`, and medians of what else was measured.
+    `grad_norm`, `grad_low`, `grad_high`, and medians of what else was measured. Validation loss
+    and accuracies are nan if `loss` is inf, else medians of the runs that did not diverge.
     """
     groups = runs(frame).groupby(SETTING, sort=True)
-    medians = ["valid_loss", "train_accuracy", "valid_accuracy", "seconds"]
-    medians += ["peak_memory_mb", "state_mb", "budget", "batch_size", "evaluations"]
-    return groups.agg(
+    medians = [*QUALITY, "seconds", "peak_memory_mb", "state_mb"]
+    medians += ["budget", "batch_size", "evaluations"]
+    table = groups.agg(
         default=("default", "any"),
         loss=("loss", "median"),
         low=("loss", "min"),
@@ -56,6 +63,8 @@ def final(frame: pd.DataFrame) -> pd.DataFrame:
         grad_high=("grad_norm", "max"),
         **{name: (name, "median") for name in medians},
     ).reset_index()
+    table[QUALITY] = table[QUALITY].where(np.isfinite(table["loss"]))
+    return table
 
 
 def defaults(frame: pd.DataFrame) -> pd.DataFrame:
@@ -83,16 +92,46 @@ def tuned(frame: pd.DataFrame) -> pd.DataFrame:
 
     The lr is chosen on the seeds that are reported, which flatters every method alike. Equal
     losses: the default, else the smaller lr.
+
+    `rates` is the number of lr that were run, `at_end` whether the best of several is the lowest
+    or the highest of them, so that a wider range might do better. It is false if all diverged.
     """
-    table = final(frame).sort_values(
+    table = final(frame)
+    rates = table.groupby(["workload", "method"])["lr"]
+    ends = (table["lr"] == rates.transform("min")) | (table["lr"] == rates.transform("max"))
+    table["rates"] = rates.transform("size")
+    table["at_end"] = ends & (table["rates"] > 1) & np.isfinite(table["loss"])
+    table = table.sort_values(
         ["workload", "method", "loss", "default", "lr"], ascending=[True, True, True, False, True]
     )
     return table.groupby(["workload", "method"], sort=True).head(1).reset_index(drop=True)
 
 
 def at(frame: pd.DataFrame, *, best_lr: bool) -> pd.DataFrame:
-    """`tuned(frame)` or `defaults(frame)`."""
-    return tuned(frame) if best_lr else defaults(frame)
+    """`defaults(frame)`, or `tuned(frame)` without methods that ran one lr on a workload there.
+
+    Such a method was not tuned, and a comparison of tuned methods must not call it so.
+    """
+    if not best_lr:
+        return defaults(frame)
+    table = tuned(frame)
+    return table[table["rates"] > 1].reset_index(drop=True)
+
+
+def any_left_out(frame: pd.DataFrame) -> bool:
+    """Whether `at(frame, best_lr=True)` leaves out anything."""
+    return bool((frame.groupby(["workload", "method"])["lr"].nunique() == 1).any())
+
+
+def check_budgets(frame: pd.DataFrame) -> None:
+    """Raise a ValueError if runs of one workload had different budgets."""
+    for workload, budgets in frame.groupby("workload")["budget"]:
+        found = sorted(budgets.unique())
+        if len(found) > 1:
+            raise ValueError(
+                f"the runs of {workload} have budgets of {', '.join(f'{b:,g}' for b in found)} "
+                "gradient evaluations, and cannot be compared: report files of one budget only"
+            )
 
 
 def best_tuned(frame: pd.DataFrame) -> pd.DataFrame:

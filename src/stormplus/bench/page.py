@@ -15,6 +15,8 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.bench import drawing, scores, statements
+from stormplus.bench.facts import Facts
+from stormplus.bench.finals import at
 from stormplus.bench.style import OURS
 from stormplus.bench.svg import decoration, inline, to_svg
 
@@ -30,7 +32,11 @@ COLUMNS = (
     ("ratio", "ratio to best", "to the best final loss of any method at any lr"),
     ("tuned_loss", "loss, best lr", "final training loss, median over seeds"),
     ("lr", "default lr", ""),
-    ("tuned_lr", "best lr", "of those that were run"),
+    (
+        "tuned_lr",
+        "best lr",
+        "of those run; (end): at an end of the range; (only): no other was run",
+    ),
     ("time", "evaluations to target", "at the default lr"),
     ("grad_norm", "gradient norm", "at the end, at the default lr"),
     ("valid_loss", "valid. loss", "at the end, at the default lr"),
@@ -50,7 +56,8 @@ PROFILE = (
     f"at its best lr reaches in {scores.TARGET_AT:.0%} of the budget. "
     "A line shows on which share of the workloads a method is there within τ times the gradient "
     "evaluations of the fastest. The score is the area under the line, from 1 to 4, as in "
-    "AlgoPerf (Dahl et al., 2023)."
+    "AlgoPerf (Dahl et al., 2023). At the best lr, methods that ran one learning rate on one of "
+    "the workloads are left out."
 )
 _TEXTS = ("workload", "method")
 
@@ -66,7 +73,7 @@ def build(frame: pd.DataFrame, summary: statements.Summary, pictures: Mapping[st
     """
     facts = summary.facts
     said = "".join(f"<li>{_bold(text)}</li>" for texts in summary.said.values() for text in texts)
-    ends = {"at the defaults": scores.defaults(frame), "at the best lr": scores.tuned(frame)}
+    ends = {"at the defaults": scores.defaults(frame), "at the best lr": at(frame, best_lr=True)}
     return f"""<!DOCTYPE html>
 <html lang="en-GB"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -104,7 +111,7 @@ def _bold(text: str) -> str:
     return re.sub(r"\*\*(.+?)\*\*", r"<strong>\1</strong>", html.escape(text))
 
 
-def _facts(facts: statements.Facts) -> str:
+def _facts(facts: Facts) -> str:
     budgets = ", ".join(
         f"{name} {budget:,} (batch {facts.batch_sizes[name]})"
         for name, budget in facts.budgets.items()
@@ -115,8 +122,10 @@ def _facts(facts: statements.Facts) -> str:
         "Seeds": ", ".join(map(str, facts.seeds)),
         "Budgets, in gradient evaluations": budgets,
         "Runs": f"{facts.runs:,}, of which {facts.diverged:,} diverged",
+        "Best rates": facts.rates(),
+        "Examples that the losses are measured on": facts.examples(),
     }
-    items = "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in entries.items())
+    items = "".join(f"<dt>{k}</dt><dd>{html.escape(v)}</dd>" for k, v in entries.items() if v)
     return f'<dl class="facts">{items}</dl>'
 
 
@@ -168,7 +177,7 @@ def _workload(ends: Mapping[str, pd.DataFrame], workload: str, pictures: Mapping
 
 def _cost_text(frame: pd.DataFrame) -> str:
     mean = scores.mean_lost(scores.cost_of_not_tuning(frame))
-    said = ", ".join(f"{name} {value:.1%}" for name, value in mean.items())
+    said = ", ".join(f"{name} {value:.1%}{note}" for name, value, _, note in mean.itertuples())
     return f"Map of the cost of not tuning. Mean over the workloads: {said}"
 
 
@@ -203,7 +212,10 @@ def _table(table: pd.DataFrame) -> str:
     )
     lines = []
     for line in table.to_dict("records"):
-        cells = "".join(_cell(key, line[key]) for key, _, _ in COLUMNS)
+        mark = " (only)" if line["rates"] == 1 else " (end)" if line["at_end"] else ""
+        cells = "".join(
+            _cell(key, line[key], mark if key == "tuned_lr" else "") for key, _, _ in COLUMNS
+        )
         workload = html.escape(line["workload"], quote=True)
         lines.append(
             f'<tr data-workload="{workload}" data-method="{drawing.slug(line["method"])}"'
@@ -213,7 +225,7 @@ def _table(table: pd.DataFrame) -> str:
     return f'<table id="results"><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>'
 
 
-def _cell(key: str, value: str | float) -> str:
+def _cell(key: str, value: str | float, mark: str) -> str:
     if isinstance(value, str):
         return f'<td class="text">{html.escape(value)}</td>'
     if np.isnan(value):
@@ -222,7 +234,7 @@ def _cell(key: str, value: str | float) -> str:
     shown = show(100 * value) if key == "lost" else show(value)
     if np.isinf(value) and key in ("time", "ratio"):
         shown = "not reached" if key == "time" else "∞"
-    return f'<td data-value="{raw}">{shown}</td>'
+    return f'<td data-value="{raw}">{shown}{mark}</td>'
 
 
 def show(value: float) -> str:

@@ -42,9 +42,20 @@ def curve_limits(tables: Sequence[pd.DataFrame], start: float) -> tuple[float, f
     return seen.min(initial=np.inf), min(top, 1.5 * start) if start > 0 else top
 
 
-def curves_panel(axis: Any, table: pd.DataFrame, limits: tuple[float, float], title: str) -> None:
+def why_empty(frame: pd.DataFrame, table: pd.DataFrame, *, best_lr: bool) -> str:
+    """What to say in a panel of these curves of the frame if there is nothing to draw."""
+    if len(table):
+        return "every run diverged"
+    if len(at(frame, best_lr=best_lr)):
+        return "not measured"
+    return "no method ran several lr" if best_lr else "no run at the default lr"
+
+
+def curves_panel(
+    axis: Any, table: pd.DataFrame, limits: tuple[float, float], title: str, empty: str
+) -> None:
     """Median lines with bands, and a cross where most of a method's runs have diverged."""
-    drawing.level_lines(axis, *limits)
+    drawing.level_lines(axis, *(limits if len(table) else (np.inf, -np.inf)), empty)
     top = axis.get_ylim()[1]
     for method in drawing.front_last(table["method"]):
         line = table[table["method"] == method]

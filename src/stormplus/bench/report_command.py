@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -13,6 +14,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from matplotlib.figure import Figure
 
 from stormplus.bench import drawing, figures, page, rows, scores, statements
+from stormplus.bench.finals import check_budgets
 from stormplus.bench.svg import to_svg
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -28,10 +30,15 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     help="The folder to write to; it is made if it is not there.",
 )
 @click.option("--readme", type=FILE, help="A Markdown file whose results section is replaced.")
-def report(files: tuple[Path, ...], output: Path, readme: Path | None) -> None:
+@click.option(
+    "--keep",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="A folder for the one picture that README shows.  [OUTPUT/figures]",
+)
+def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Path | None) -> None:
     r"""Turn the benchmark's rows into a page, pictures, a table and a summary.
 
-    ROWS are journals that the benchmark has written (rows.jsonl). Several are read as one: a
+    ROWS are journals that the benchmark has written (rows.jsonl, or rows.jsonl.gz). Several are read as one: a
     run in a later file replaces the same run (workload, method, lr, seed) of an earlier one.
 
     \b
@@ -65,7 +72,7 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None) -> None:
     except ValueError as error:
         raise click.ClickException(str(error)) from error
     summary = statements.summary(frame)
-    written = write(frame, summary, files, output, readme)
+    written = write(frame, summary, files, output, readme, keep)
     for text in statements.plain(summary.said):
         click.echo(text)
     click.echo("wrote " + ", ".join(str(path) for path in written))
@@ -73,14 +80,7 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None) -> None:
 
 def read(files: tuple[Path, ...]) -> pd.DataFrame:
     """The rows of all files; what is cut short is left out, with a warning."""
-    frame = rows.load_all(files, on_cut="drop")
-    for path in files:
-        if number := rows.cut_line(path):
-            click.echo(
-                f"Warning: {path}, line {number} is cut short and left out: the benchmark was "
-                "stopped while it wrote; continue it to have this run too",
-                err=True,
-            )
+    frame = rows.load_all(files, on_cut=_warn)
     if frame.empty:
         raise ValueError(f"{', '.join(map(str, files))}: no run in there yet; start the benchmark")
     if not frame["default"].any():
@@ -89,15 +89,25 @@ def read(files: tuple[Path, ...]) -> pd.DataFrame:
             "report compares; run the benchmark with the default learning rates"
         )
     scores.defaults(frame)  # raises if there are two for one method
+    check_budgets(frame)
     return frame
 
 
-def write(
+def _warn(path: Path, number: int) -> None:
+    click.echo(
+        f"Warning: {path}, line {number} is cut short and left out: the benchmark was stopped "
+        "while it wrote; continue it to have this run too",
+        err=True,
+    )
+
+
+def write(  # noqa: PLR0917
     frame: pd.DataFrame,
     summary: statements.Summary,
     files: tuple[Path, ...],
     output: Path,
     readme: Path | None,
+    keep: Path | None,
 ) -> list[Path]:
     """Write everything; the README last, when nothing can go wrong any more."""
     folder = output / "figures"
@@ -120,8 +130,13 @@ def write(
     written = [output / name for name in ("index.html", "figures", "table.csv", "results.md")]
     if readme is None:
         return written
-    pictures_there = Path(os.path.relpath(folder, readme.parent)).as_posix()
-    section = statements.markdown_section(summary, pictures_there, f"{command} --readme {readme}")
+    command += f" --readme {readme.as_posix()}"
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        written.append(Path(shutil.copy(folder / "cost_of_not_tuning.png", keep)))
+        command += f" --keep {keep.as_posix()}"
+    shown = Path(os.path.relpath(keep or folder, readme.parent)).as_posix()
+    section = statements.markdown_section(summary, shown, command)
     old = readme.read_text(encoding="utf-8")
     new = statements.replace_section(old, section, str(readme))
     draft = readme.with_name(readme.name + ".new")

@@ -7,15 +7,28 @@ runs in progress and nothing else.
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.bench.run import COLUMNS, CURVE, KEY, Key, check, finite, key_of, lines_of, typed
+from stormplus.bench.run import (
+    COLUMNS,
+    CURVE,
+    KEY,
+    OPTIONAL,
+    Key,
+    check,
+    finite,
+    key_of,
+    lines_of,
+    typed,
+)
 
 __all__ = [
     "COLUMNS",
@@ -31,6 +44,7 @@ __all__ = [
 
 FORMAT, VERSION = "stormplus-rows", 1
 HEADER = json.dumps({"format": FORMAT, "version": VERSION})
+OnCut = str | Callable[[Path, int], None]
 
 
 def append(path: str | os.PathLike[str], run: dict[str, Any]) -> None:
@@ -82,7 +96,7 @@ def _mend(handle: int, path: Path) -> str:
     return "\n"  # only the end of the line is missing
 
 
-def load(path: str | os.PathLike[str], on_cut: str = "raise") -> pd.DataFrame:
+def load(path: str | os.PathLike[str], on_cut: OnCut = "raise") -> pd.DataFrame:
     """The journal as a flat frame: one line for each point of each run's curve.
 
     A later run with the same workload, method, lr and seed takes the place of an earlier one.
@@ -92,7 +106,8 @@ def load(path: str | os.PathLike[str], on_cut: str = "raise") -> pd.DataFrame:
     Args:
         path: The journal.
         on_cut: What to do with a last line that is not complete, because its writer was
-            interrupted: "raise", or "drop" it.
+            interrupted: "raise", or "drop" it. A function drops it too, and is called with the
+            path and the line's number.
 
     Raises:
         ValueError: The file is empty, of another format or version, or has a line that is not
@@ -101,9 +116,9 @@ def load(path: str | os.PathLike[str], on_cut: str = "raise") -> pd.DataFrame:
     return load_all([path], on_cut)
 
 
-def load_all(paths: Iterable[str | os.PathLike[str]], on_cut: str = "raise") -> pd.DataFrame:
+def load_all(paths: Iterable[str | os.PathLike[str]], on_cut: OnCut = "raise") -> pd.DataFrame:
     """`load` for several journals; later files replace runs of earlier ones."""
-    if on_cut not in ("raise", "drop"):
+    if not callable(on_cut) and on_cut not in ("raise", "drop"):
         raise ValueError(f"on_cut must be 'raise' or 'drop', got {on_cut!r}")
     runs: dict[Key, dict[str, Any]] = {}
     for path in paths:
@@ -123,7 +138,10 @@ def keys(path: str | os.PathLike[str]) -> set[Key]:
 
 def cut_line(path: str | os.PathLike[str]) -> int | None:
     """The number of the last line if it is not complete, else None."""
-    lines = Path(path).read_bytes().split(b"\n")
+    return _cut(Path(path).read_bytes().split(b"\n"))
+
+
+def _cut(lines: list[bytes]) -> int | None:
     if not lines[-1]:
         return None
     try:
@@ -137,8 +155,7 @@ def from_benchopt(frame: pd.DataFrame) -> pd.DataFrame:
     """Turn benchopt's result frame into the frame that `load` gives."""
     names = {name: f"objective_{name}" for name in COLUMNS}
     names |= {"train_loss": "objective_value", "seconds": "time"}
-    optional = ("versions", "machine", "peak_memory_mb", "state_mb")
-    missing = [names[name] for name in COLUMNS if name not in optional and names[name] not in frame]
+    missing = [names[name] for name in COLUMNS if name not in OPTIONAL and names[name] not in frame]
     if missing:
         raise ValueError(
             f"benchopt's frame has no column {', '.join(missing)}: it must come from this "
@@ -161,17 +178,31 @@ def from_benchopt(frame: pd.DataFrame) -> pd.DataFrame:
     return new.sort_values([*KEY, "evaluations"], kind="stable", ignore_index=True)
 
 
-def _runs(path: Path, on_cut: str) -> Iterator[dict[str, Any]]:
-    lines = path.read_bytes().split(b"\n")
+def _content(path: Path) -> bytes:
+    """The file's bytes; a journal that is kept, rather than written to, may be compressed."""
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (EOFError, OSError, zlib.error) as error:
+        raise ValueError(
+            f"{path} cannot be decompressed ({error}): fetch or pack it anew"
+        ) from error
+
+
+def _runs(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
+    lines = _content(path).split(b"\n")
     if lines == [b""]:
         raise ValueError(f"{path} is empty: no benchmark has written to it yet")
-    cut = cut_line(path)
+    cut = _cut(lines)  # of what was read: a writer may have ended the line by now
     _check_header(path, lines[0])
     for number, line in enumerate(lines[1:], start=2):
         if not line.strip():
             continue
         if number == cut:
-            if on_cut == "drop":
+            if callable(on_cut):
+                on_cut(path, number)
+            if on_cut != "raise":
                 return
             raise ValueError(
                 f"{path}, line {number}: the last line is cut short, its run was interrupted "

@@ -36,8 +36,9 @@ STATUSES = ("done", "diverged")
 COLUMNS = (
     *("workload", "method", "lr", "default", "seed", "status", "budget", "batch_size"),
     *CURVE,
-    *("peak_memory_mb", "state_mb", "versions", "machine"),
+    *("peak_memory_mb", "state_mb", "measured", "versions", "machine"),
 )
+OPTIONAL = ("peak_memory_mb", "state_mb", "measured", "versions", "machine")
 
 
 def check(run: Any, where: str) -> None:
@@ -52,6 +53,9 @@ def check(run: Any, where: str) -> None:
         raise ValueError(f"{where}: 'status' should be one of {STATUSES}, got {run['status']!r}")
     if not math.isfinite(run["lr"]):
         raise ValueError(f"{where}: 'lr' should be finite, got {run['lr']!r}")
+    measured = run.get("measured")  # on how many examples the losses are measured, if told
+    if measured is not None and (type(measured) is not int or measured < 1):
+        raise ValueError(f"{where}: 'measured' should be a positive int, got {measured!r}")
     for name in CURVE:
         values = run["curve"].get(name)
         if not isinstance(values, list) or not all(map(_number_or_none, values)):

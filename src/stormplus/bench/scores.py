@@ -81,10 +81,24 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> pd.DataFrame:
     return new
 
 
-def mean_lost(cost: pd.DataFrame) -> pd.Series:
-    """For each method the mean of `lost` over its workloads, none counting for more than 1."""
-    capped = cost["lost"].clip(upper=1.0)
-    return capped.groupby(cost["method"]).mean().sort_values(kind="stable")
+def mean_lost(cost: pd.DataFrame) -> pd.DataFrame:
+    """For each method the mean of `lost` over its workloads, none counting for more than 1.
+
+    Means over different workloads cannot be compared. So only a method that ran all of them has
+    a `place`; the others come last, with a `note` that tells how many they ran.
+
+    Returns:
+        By method, in the order of the places: mean, place (nan if none), note (a text).
+    """
+    lost = cost["lost"].clip(upper=1.0).groupby(cost["method"])
+    table = pd.DataFrame({"mean": lost.mean(), "number": lost.count()})
+    total = cost["workload"][cost["lost"].notna()].nunique()
+    table["part"] = table["number"] < total
+    table = table.sort_values(["part", "mean"], kind="stable")
+    table["note"] = [f" ({n} of {total} workloads)" if n < total else "" for n in table["number"]]
+    ranked = ~table["part"] & table["mean"].notna()
+    table["place"] = ranked.cumsum().where(ranked)
+    return table[["mean", "place", "note"]]
 
 
 def wins_ties_losses(
@@ -93,7 +107,7 @@ def wins_ties_losses(
     """`method` against every other method, workload by workload.
 
     Both at their defaults, or with `best_lr` both at their best lr. Workloads that one of the
-    two was not run on are left out.
+    two was not run on are left out; with `best_lr` also those that it ran one lr on.
 
     Returns:
         Columns workload, rival, loss, rival_loss, outcome ("win", "tie", "loss" of `method`).
@@ -102,7 +116,7 @@ def wins_ties_losses(
         ValueError: There is no such method in the rows.
     """
     ends = at(frame, best_lr=best_lr)
-    if method not in set(ends["method"]):
+    if method not in set((frame if best_lr else ends)["method"]):
         raise ValueError(
             f"no run of {method!r}" + ("" if best_lr else " at its default lr") + " in the rows; "
             f"there are {', '.join(sorted(set(frame['method'])))}"
@@ -156,7 +170,7 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     goal = targets(frame)
     times = time_to_target(frame, goal)
     ends = defaults(frame).merge(times, on=["workload", "method", "lr"], how="left")
-    best = tuned(frame)[[*keys, "lr", "loss", "low", "high"]]
+    best = tuned(frame)[[*keys, "lr", "rates", "at_end", "loss", "low", "high"]]
     best = best.rename(columns={name: f"tuned_{name}" for name in ("lr", "loss", "low", "high")})
     cost = cost_of_not_tuning(frame)[[*keys, "lost", "ratio"]]
     counts = runs(frame).assign(bad=lambda t: np.isinf(t["loss"])).groupby(keys)["bad"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import textwrap
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,8 +11,9 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.bench import scores
 from stormplus.bench.drawing import HEADLINE
+from stormplus.bench.facts import Facts, facts, many
 from stormplus.bench.figures import per_cent
-from stormplus.bench.finals import ends_only
+from stormplus.bench.finals import ONE_LR, any_left_out, ends_only
 from stormplus.bench.style import OURS, ordered
 
 BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
@@ -23,53 +23,9 @@ RULES = (
     f"{scores.TOLERANCE:.0%} of the possible decrease (from the initial loss to the best loss of "
     "any method at any lr); what is neither a win nor a loss is a tie. Divergence in half of the "
     "runs or more loses against a method that does not diverge. The best lr of a method is "
-    "chosen on the seeds that are reported."
+    "chosen on the seeds that are reported. Where methods are compared at their best lr, those "
+    "that ran one learning rate on a workload are left out there."
 )
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What was run, and on what."""
-
-    runs: int
-    diverged: int
-    seeds: list[int]
-    workloads: list[str]
-    methods: list[str]
-    budgets: dict[str, int]
-    batch_sizes: dict[str, int]
-    machines: list[str]
-    versions: dict[str, str]
-
-    def sentence(self) -> str:
-        """In one sentence."""
-        where = " and ".join(self.machines) or "an unnamed machine"
-        return (
-            f"{_many(self.runs, 'run')} of {_many(len(self.methods), 'method')} on "
-            f"{_many(len(self.workloads), 'workload')}, {_many(len(self.seeds), 'seed')}, on "
-            f"{where}; {_many(self.diverged, 'run')} diverged."
-        )
-
-
-def facts(frame: pd.DataFrame) -> Facts:
-    """Collect them; several versions of one package are all named."""
-    runs = scores.runs(frame)
-    versions: dict[str, set[str]] = {}
-    for text in runs["versions"].unique():
-        for name, version in json.loads(text).items():
-            versions.setdefault(name, set()).add(str(version))
-    by_workload = runs.groupby("workload", sort=True)
-    return Facts(
-        runs=len(runs),
-        diverged=int(np.isinf(runs["loss"]).sum()),
-        seeds=sorted(int(seed) for seed in runs["seed"].unique()),
-        workloads=sorted(runs["workload"].unique()),
-        methods=ordered(runs["method"]),
-        budgets={name: int(value) for name, value in by_workload["budget"].max().items()},
-        batch_sizes={name: int(value) for name, value in by_workload["batch_size"].max().items()},
-        machines=sorted(name for name in runs["machine"].unique() if name),
-        versions={name: ", ".join(sorted(found)) for name, found in sorted(versions.items())},
-    )
 
 
 @dataclass(frozen=True)
@@ -96,7 +52,7 @@ def ours_in(frame: pd.DataFrame) -> list[str]:
 def statements(frame: pd.DataFrame) -> dict[str, list[str]]:
     """For each of the library's methods: at its default, tuned, and what its default costs."""
     cost = scores.mean_lost(scores.cost_of_not_tuning(frame))
-    places = {name: place for place, name in enumerate(cost.index, start=1)}
+    left_out = f" ({ONE_LR})" if any_left_out(frame) else ""
     said: dict[str, list[str]] = {}
     for method in ours_in(frame):
         texts = said.setdefault(method, [])
@@ -105,17 +61,24 @@ def statements(frame: pd.DataFrame) -> dict[str, list[str]]:
             if duels.empty:
                 continue
             how = (
-                "with every method at its best lr"
+                f"with every method at its best lr{left_out}"
                 if best_lr
                 else "with every method at its default lr"
             )
             texts.append(f"**{method}**, {how}: {_against(duels)}")
-        if not np.isnan(cost.get(method, np.nan)):
-            texts.append(
-                f"**{method}** untuned leaves {per_cent(cost[method])} % of the possible decrease "
-                f"on the table on average: place {places[method]} of {len(cost)}."
-            )
+        if not np.isnan(cost["mean"].get(method, np.nan)):
+            texts.append(_cost(method, cost))
     return said
+
+
+def _cost(method: str, cost: pd.DataFrame) -> str:
+    mean, place, note = cost.loc[method, ["mean", "place", "note"]]
+    text = f"**{method}** untuned leaves {per_cent(mean)} % of the possible decrease on the table "
+    if np.isnan(place):
+        return f"{text}on average{note}: without a place, which takes a run on every workload."
+    ranked = cost["place"].notna()
+    whole = "" if ranked.all() else " that ran on every workload"
+    return f"{text}on average: place {int(place)} of {ranked.sum()}{whole}."
 
 
 def _against(duels: pd.DataFrame) -> str:
@@ -130,7 +93,7 @@ def _against(duels: pd.DataFrame) -> str:
             names = [f"{name} (to {rival})" for name, rival in zip(names, some["rival"])]
         elif len(some) == len(duels):
             names = ["all of them"] if len(some) > 1 else names
-        total = f" of {_many(len(duels), 'workload')}" if outcome == "win" else ""
+        total = f" of {many(len(duels), 'workload')}" if outcome == "win" else ""
         parts.append(f"{text} {len(some)}{total}" + (f": {', '.join(names)}" if names else ""))
     return "; ".join(parts) + "."
 
@@ -154,19 +117,20 @@ def duel_table(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """For each method: profile scores, and the mean cost of not tuning in per cent."""
+    """For each method: its place and mean cost of not tuning in per cent, and profile scores."""
     cost = scores.mean_lost(scores.cost_of_not_tuning(frame))
     default = scores.performance_profile(frame).scores
     best = scores.performance_profile(frame, best_lr=True).scores
     table = pd.DataFrame(
         {
-            "cost of not tuning, %": cost.map(per_cent),
+            "place": cost["place"].dropna().map("{:.0f}".format),
+            "cost of not tuning, %": cost["mean"].map(per_cent) + cost["note"],
             "profile score, default": default.map("{:.2f}".format),
             "profile score, best lr": best.map("{:.2f}".format),
         }
     )
     order = [*cost.index, *(name for name in table.index if name not in cost.index)]
-    return table.reindex(order).fillna("")
+    return table.reindex(order).astype(object).fillna("")  # a column may have no text at all
 
 
 def markdown_section(summary: Summary, pictures: str, command: str) -> str:
@@ -183,6 +147,7 @@ def markdown_section(summary: Summary, pictures: str, command: str) -> str:
     blocks = [
         BEGIN,
         _wrap(summary.facts.sentence() + f" Regenerated by `{command}`."),
+        *(_wrap(text) for text in _limits(summary.facts) if text),
         f"![Cost of not tuning, a map of methods by workloads]({pictures}/cost_of_not_tuning.png)",
         *(_wrap(f"- {text}", indent="  ") for text in texts),
         "Wins / ties / losses over the workloads:",
@@ -195,6 +160,11 @@ def markdown_section(summary: Summary, pictures: str, command: str) -> str:
     ]
     text = "\n\n".join(blocks) + "\n"
     return text.replace("\n\n- ", "\n- ").replace("png)\n- ", "png)\n\n- ")
+
+
+def _limits(facts: Facts) -> tuple[str, str]:
+    measured = facts.examples()
+    return facts.rates(), measured and f"Examples that the losses are measured on: {measured}."
 
 
 def markdown_table(table: pd.DataFrame, corner: str) -> str:
@@ -217,10 +187,6 @@ def replace_section(text: str, section: str, name: str) -> str:
         )
     before, rest = text.split(BEGIN)
     return before + section.rstrip("\n") + rest.split(END)[1]
-
-
-def _many(number: int, noun: str) -> str:
-    return f"{number:,} {noun}" + ("" if number == 1 else "s")
 
 
 def _wrap(text: str, indent: str = "") -> str:
