@@ -33,13 +33,14 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A folder for the one picture that README shows.  [OUTPUT/figures]",
+    help="A folder for the pictures that README shows.  [OUTPUT/figures]",
 )
 def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Path | None) -> None:
     r"""Turn the benchmark's rows into a page, pictures, a table and a summary.
 
-    ROWS are journals that the benchmark has written (rows.jsonl, or rows.jsonl.gz). Several are read as one: a
-    run in a later file replaces the same run (workload, method, lr, seed) of an earlier one.
+    ROWS are journals that the benchmark has written (rows.jsonl, or rows.jsonl.gz). Several are
+    read as one: a run in a later file replaces the same run (workload, method, lr, seed) of an
+    earlier one.
 
     \b
     OUTPUT then has
@@ -132,11 +133,13 @@ def write(  # noqa: PLR0917
         return written
     command += f" --readme {readme.as_posix()}"
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
-        written.append(Path(shutil.copy(folder / "cost_of_not_tuning.png", keep)))
         command += f" --keep {keep.as_posix()}"
     shown = Path(os.path.relpath(keep or folder, readme.parent)).as_posix()
     section = statements.markdown_section(summary, shown, command)
+    if keep is not None:
+        keep.mkdir(parents=True, exist_ok=True)
+        names = re.findall(r"\]\(.*?([\w-]+\.png)\)", section)
+        written += [Path(shutil.copy(folder / name, keep)) for name in names]
     old = readme.read_text(encoding="utf-8")
     new = statements.replace_section(old, section, str(readme))
     draft = readme.with_name(readme.name + ".new")
