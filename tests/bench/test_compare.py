@@ -76,6 +76,7 @@ def test_every_run_gives_a_row_with_all_that_is_measured(suite, tmp_path):
     assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.long
 def test_what_is_in_the_journal_is_not_run_again(tmp_path):
     journal = tmp_path / "rows.jsonl"
     small = SUITE | {"solver": SUITE["solver"][:1]}

@@ -3,7 +3,10 @@
 import gzip
 import json
 import math
-import multiprocessing
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -11,6 +14,7 @@ import pytest
 
 pytest.importorskip("pandas")
 
+import bench_rows
 from bench_rows import frame_of, make_run
 
 from stormplus.bench import rows
@@ -189,22 +193,26 @@ def test_on_cut_is_checked(tmp_path):
         rows.load(tmp_path / "x", on_cut="keep")
 
 
-def _append_many(path: str, seeds: range) -> None:
-    for seed in seeds:
-        rows.append(path, make_run([1.0] * 2000, seed=seed))
+WRITER = """
+import sys
+from bench_rows import make_run
+from stormplus.bench import rows
+for seed in range(int(sys.argv[2]), int(sys.argv[2]) + 15):
+    rows.append(sys.argv[1], make_run([1.0] * 2000, seed=seed))
+"""
 
 
 def test_two_processes_append_to_one_file(tmp_path):
     path = tmp_path / "rows.jsonl"
-    context = multiprocessing.get_context("fork")
-    workers = [
-        context.Process(target=_append_many, args=(str(path), range(s, s + 15))) for s in (0, 15)
+    support = Path(bench_rows.__file__).parent
+    writers = [
+        subprocess.Popen(
+            [sys.executable, "-c", WRITER, str(path), start],
+            env=os.environ | {"PYTHONPATH": str(support)},
+        )
+        for start in ("0", "15")
     ]
-    for worker in workers:
-        worker.start()
-    for worker in workers:
-        worker.join()
-    assert [worker.exitcode for worker in workers] == [0, 0]
+    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
     assert {seed for *_, seed in rows.keys(path)} == set(range(30))
     assert path.read_text().count("stormplus-rows") == 1
 

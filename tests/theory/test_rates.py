@@ -207,7 +207,7 @@ def test_a_missing_extra_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "rich.console", None)
     done = CliRunner().invoke(main, ["rates", "--quick"])
     assert done.exit_code == 1
-    assert "pip install 'stormplus[demo]'" in done.output
+    assert "pip install 'stormplus[bench]'" in done.output
 
 
 @pytest.mark.long
