@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import distributions
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -38,7 +39,7 @@ def clone(tmp_path_factory):
 
 
 def pip(*arguments, cwd):
-    if find_spec("pip") is None:
+    if not list(distributions(name="pip")):  # not find_spec: setuptools hooks into that
         pytest.skip("this environment has no pip")
     done = subprocess.run(
         [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],

@@ -231,9 +231,12 @@ def test_an_empty_shard_compiles_nothing():
     def run(rows):
         p = torch.nn.Parameter(torch.ones(rows, 3))
         opt = StormPlus([p], fused=True)
-        for _ in range(3):
+
+        def closure():
             p.grad = torch.ones_like(p)
-            opt.step(lambda: None)
+
+        for _ in range(3):
+            opt.step(closure)
         return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
     assert run(5) == run(0)
