@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from benchopt import BaseSolver
 
+from benchmark_utils.steppers import TwoGradients
 from benchmark_utils.training import Training
 from stormplus.bench import rows
 
@@ -29,8 +31,9 @@ class TorchSolver(BaseSolver):
     def method(self) -> str:
         return self.label
 
+    @abstractmethod
     def stepper(self, training: Training, lr: float) -> Any:
-        raise NotImplementedError
+        """How this method takes a step, at the given learning rate."""
 
     def applies(self, workload: Any) -> tuple[bool, str | None]:
         """Whether to skip the workload, and why."""
@@ -66,6 +69,22 @@ class TorchSolver(BaseSolver):
 
     def get_result(self) -> dict[str, Any]:
         return {"training": self.training, "run": self.run_info}
+
+
+class StormSolver(TorchSolver):
+    """One of this library's optimizers, `optimizer`, with either norm."""
+
+    parameters = {"lr": [None], "norm": ["raw", "mean"]}
+    default_lr = 1.0
+    optimizer: Callable[..., torch.optim.Optimizer]
+
+    @property
+    def method(self) -> str:
+        return self.label if self.norm == "raw" else f"{self.label} {self.norm}"
+
+    def stepper(self, training: Training, lr: float) -> Any:
+        optimizer = type(self).optimizer(training.model.parameters(), lr, norm=self.norm)
+        return TwoGradients(optimizer)
 
 
 _seen: dict[str, tuple[float, set[Any]]] = {}

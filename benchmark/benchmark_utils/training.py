@@ -13,16 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-CURVE = (
-    "evaluations",
-    "samples",
-    "seconds",
-    "train_loss",
-    "valid_loss",
-    "train_accuracy",
-    "valid_accuracy",
-    "grad_norm",
-)
+from stormplus.bench.run import CURVE
 
 
 class Diverged(ArithmeticError):

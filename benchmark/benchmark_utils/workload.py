@@ -64,9 +64,9 @@ class Workload(ABC):
         """|grad f| over the measured training examples; nan where that costs too much."""
         return math.nan
 
+    @abstractmethod
     def full_loss(self, model: nn.Module) -> Tensor:
         """The loss over the whole training set, for methods that need its gradient."""
-        raise NotImplementedError
 
     @property
     def checkpoints(self) -> list[int]:

@@ -1,24 +1,12 @@
-from typing import Any
-
-from benchmark_utils.solver import TorchSolver
-from benchmark_utils.steppers import TwoGradients
-from benchmark_utils.training import Training
+from benchmark_utils.solver import StormSolver
 
 from stormplus import Storm
 
 
-class Solver(TorchSolver):
+class Solver(StormSolver):
     """STORM (Cutkosky and Orabona 2019) at the constants of its paper. Two gradients a step."""
 
     name = "storm"
     label = "STORM"
-    parameters = {"lr": [None], "norm": ["raw", "mean"]}
     requirements = ["pip::stormplus[bench]"]
-    default_lr = 1.0
-
-    @property
-    def method(self) -> str:
-        return self.label if self.norm == "raw" else f"{self.label} {self.norm}"
-
-    def stepper(self, training: Training, lr: float) -> Any:
-        return TwoGradients(Storm(training.model.parameters(), lr, norm=self.norm))
+    optimizer = Storm

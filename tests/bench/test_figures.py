@@ -215,7 +215,8 @@ def test_odd_frames_can_be_drawn(tmp_path, name):
         figures.cost_of_not_tuning(frame),
         figures.performance_profile(frame),
     ):
-        figure.savefig(io.BytesIO(), format="svg")
+        figure.savefig(drawn := io.BytesIO(), format="svg")
+        assert b"</svg>" in drawn.getvalue()
 
 
 def test_svg_is_the_same_each_time_and_refers_to_itself_only(frame):

@@ -79,7 +79,8 @@ def test_an_unverified_setting_is_refused():
 def test_other_optimizers_stay_as_they_are():
     model = network()
     _, opt = prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), lr=0.1))
-    opt.step()
+    assert isinstance(opt.optimizer, torch.optim.SGD)
+    opt.step()  # without a closure, as ever
 
 
 @pytest.mark.long

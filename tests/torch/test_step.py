@@ -269,3 +269,4 @@ def test_gradients_that_accumulate_count_as_computed():
 
     for _ in range(3):
         opt.step(closure)
+    assert opt.diagnostics()["grad_evaluations"] == 5

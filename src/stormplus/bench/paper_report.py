@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
@@ -59,18 +58,13 @@ def _sweep_table(sweep: pd.DataFrame) -> str:
         found = {lr: ends.get((method, lr)) for lr in rates}
         lowest = min((v for v in found.values() if v is not None and math.isfinite(v)), default=0)
         lines.append(f"| {method} | " + " | ".join(_cell(v, lowest) for v in found.values()) + " |")
-    ends_of_range = [row.method for row in tuned(sweep).itertuples() if _at_end(sweep, row)]
+    ends_of_range = [row.method for row in tuned(sweep).itertuples() if row.at_end]
     note = "Training loss at the end of each run; the best rate is bold."
     if ends_of_range:
         note += (
             f" At an end of its range, so a wider one might do better: {', '.join(ends_of_range)}."
         )
     return "\n".join(lines) + f"\n\n{note}\n"
-
-
-def _at_end(sweep: pd.DataFrame, best: Any) -> bool:
-    rates = sweep.loc[sweep["method"] == best.method, "lr"]
-    return bool(best.lr in (rates.min(), rates.max()))
 
 
 def _cell(value: float | None, lowest: float) -> str:
