@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmark_utils.training import Diverged, Training
-from stormplus import same_sample
+from stormplus import StormPlusUnits, same_sample
 
 
 class OneGradient:
@@ -85,6 +85,19 @@ class Averaged(OneGradient):
     def state_mb(self) -> float:
         average = sum(p.nbytes for p in self.averager.averaged_model.parameters())
         return super().state_mb + average / 2**20
+
+
+class AtAverage(OneGradient):
+    """STORM+ in units: its user validates and saves the average, between eval() and train()."""
+
+    optimizer: StormPlusUnits
+
+    def result(self, training: Training) -> nn.Module:
+        self.optimizer.eval()
+        return training.model
+
+    def resume(self, training: Training) -> None:
+        self.optimizer.train()
 
 
 class ScheduleFree(OneGradient):

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from stormplus.torch import SimplifiedStormPlus as SimplifiedStormPlus
     from stormplus.torch import Storm as Storm
     from stormplus.torch import StormPlus as StormPlus
+    from stormplus.torch import StormPlusUnits as StormPlusUnits
     from stormplus.torch import UniformIterate as UniformIterate
     from stormplus.torch import same_sample as same_sample
     from stormplus.torch import scaled_step as scaled_step
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 _HOME = {
     "minimize": "stormplus.solver",
     "StormPlus": "stormplus.torch",
+    "StormPlusUnits": "stormplus.torch",
     "SimplifiedStormPlus": "stormplus.torch",
     "Storm": "stormplus.torch",
     "UniformIterate": "stormplus.torch",
@@ -35,6 +37,7 @@ __all__ = [
     "SimplifiedStormPlus",
     "Storm",
     "StormPlus",
+    "StormPlusUnits",
     "UniformIterate",
     "minimize",
     "same_sample",

@@ -155,3 +155,44 @@ def make_rule(method: str, **options: float) -> Rule:
         )
     rule: Rule = _RULES[method](**options)
     return rule
+
+
+# Beyond the paper: the two rules of STORM+ in measured units (docs/untuned.md). r is the
+# distance unit, s the gradient unit; both are numbers that the run has measured.
+
+
+@dataclass(frozen=True)
+class CorrectedUnitsRule:
+    """STORM+ in the units r and s; with r = s = 1 it is Algorithm 1."""
+
+    def __call__(  # noqa: PLR0917 - the siblings' arguments, and two units
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar, r: Scalar, s: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_g_sq = sums.sum_g_sq.plus(g_sq)
+        a = (1 + sum_g_sq.total / s**2) ** (-2 / 3)  # Alg. 1, line 3, left, |g| in units of s
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
+        eta = r * s ** (-1 / 3) * _inverse_cube_root(sum_d_sq_over_a.total)  # line 3, right
+        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+
+
+@dataclass(frozen=True)
+class UnitsRule:
+    """The gain and the step where g~ is not evaluated: a fixed gain, and r over sqrt(t).
+
+    Every gradient has norm 1 in its own unit, so t is the sum of |g_i|^2. The exponent is 1/2,
+    not the 1/3 of STORM+: without the correction the variance of d does not go down with t.
+    """
+
+    gain: float = 0.1
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar, r: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        a = decaying(self.gain, t + 1)
+        eta = r * t ** (-1 / 2)
+        return Sums(sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq / a)), a, eta
+
+
+def decaying(last: float, t: Scalar) -> Scalar:
+    """max(last, 1/t): the weight of the t-th value in a mean that comes to forget."""
+    return last + (1 / t - last) * (1 / t > last)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -39,6 +39,7 @@ class Batch:
     sign: float  # -1 to maximize
     l2: float  # weight decay as part of the objective
     decoupled: float  # weight decay beside it
+    lr: float | Tensor
     bucket: int  # whose sums the norms enter
     has_grad: bool  # a missing gradient is a zero gradient
     kernels: Kernels
@@ -46,6 +47,7 @@ class Batch:
     xs: list[Tensor] = field(default_factory=list)
     ds: list[Tensor] = field(default_factory=list)
     gs: list[Tensor] = field(default_factory=list)
+    states: list[dict[str, Any]] = field(default_factory=list)
 
     def pieces(self, limit: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
         for i, (x, d) in enumerate(zip(self.xs, self.ds)):

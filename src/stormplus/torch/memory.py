@@ -23,6 +23,8 @@ class RememberingOptimizer(Optimizer):
     """State that exists from construction, grows with the parameters and survives loading."""
 
     rule: Rule
+    extra_scalars: tuple[str, ...] = ()
+    buffers: tuple[str, ...] = ("estimator",)
 
     def __init__(self, params: Any, options: Options, defaults: dict[str, Any]) -> None:
         self._options = options
@@ -48,6 +50,10 @@ class RememberingOptimizer(Optimizer):
 
     def _params(self) -> Iterator[Tensor]:
         return chain.from_iterable(group["params"] for group in self.param_groups)
+
+    def _settle(self, p: Tensor) -> None:
+        for name in self.buffers:
+            states.settle_buffer(p, self.state[p], name)
 
     def _advance(self, phase: int) -> None:
         self._home["phase"] = phase
@@ -85,7 +91,7 @@ class RememberingOptimizer(Optimizer):
         for p in self.param_groups[-1]["params"]:
             self.state[p] = {"joined": 0}
             if p.requires_grad:
-                self.state[p]["estimator"] = states.new_estimator(p)
+                self._settle(p)
         if any(group["params"] for group in self.param_groups):
             self._make_room()
 
@@ -96,7 +102,9 @@ class RememberingOptimizer(Optimizer):
             "group": len(groups),
             "tensor": sum(len(g["params"]) for g in groups),
         }
-        fresh = states.new_scalars(self._keeper.device, counts[self._options.scope])
+        fresh = states.new_scalars(
+            self._keeper.device, counts[self._options.scope], self.extra_scalars
+        )
         if "format" in home:  # keep what the buckets so far have learned
             known = len(home["step"])
             fresh = {name: torch.cat([home[name], new[known:]]) for name, new in fresh.items()}
@@ -111,7 +119,7 @@ class RememberingOptimizer(Optimizer):
         _ = self._home  # parameters may have been frozen or unfrozen since
         for p in self._params():
             if p.requires_grad:  # what a fresh optimizer has, so that each fits the other
-                states.settle_estimator(p, self.state[p])
+                self._settle(p)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -63,6 +63,8 @@ class StormOptimizer(RememberingOptimizer):
             that share the sums. Decoupled weight decay comes on top. Per group.
     """
 
+    pairs = True  # two gradients a step; `StormPlusUnits` can do with one
+
     def __init__(
         self,
         params: Any,

@@ -17,7 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormplus.rules import Rule, SimplifiedStormPlusRule, StormPlusRule, StormRule, Sum, Sums
+from stormplus.rules import (
+    CorrectedUnitsRule,
+    Rule,
+    SimplifiedStormPlusRule,
+    StormPlusRule,
+    StormRule,
+    Sum,
+    Sums,
+    UnitsRule,
+)
 from stormplus.torch.norms import accumulator_dtype
 
 FORMAT = 1
@@ -35,7 +44,19 @@ SCALARS = (
     "estimator_norm_sq",
 )
 
-RULES: tuple[type, ...] = (StormPlusRule, SimplifiedStormPlusRule, StormRule)
+# What `StormPlusUnits` has beside them.
+UNIT_SCALARS = ("distance", "gradient_scale")
+# Of a parameter's size: as precise as the estimator, or as the parameter.
+WIDE_BUFFERS = ("estimator", "gradient_unit", "average")
+PLAIN_BUFFERS = ("origin", "point")
+
+RULES: tuple[type, ...] = (
+    StormPlusRule,
+    SimplifiedStormPlusRule,
+    StormRule,
+    CorrectedUnitsRule,
+    UnitsRule,
+)
 
 # Words become numbers in the state, for torch's loader takes a string apart.
 CODES: dict[str, tuple[str, ...]] = {
@@ -56,30 +77,36 @@ def estimator_dtype(dtype: torch.dtype) -> torch.dtype:
     return _WIDE.get(dtype, dtype)
 
 
-def new_estimator(p: Tensor) -> Tensor:
-    return torch.zeros_like(p, dtype=estimator_dtype(p.dtype), requires_grad=False)
-
-
-def new_scalars(device: torch.device, buckets: int) -> dict[str, Tensor]:
+def new_scalars(device: torch.device, buckets: int, extra: tuple[str, ...]) -> dict[str, Tensor]:
     zeros = torch.zeros(buckets, dtype=accumulator_dtype(device), device=device)
-    return {name: zeros.clone() for name in SCALARS} | {"gain": zeros + 1}  # a_1 = 1
+    return {name: zeros.clone() for name in (*SCALARS, *extra)} | {"gain": zeros + 1}  # a_1 = 1
 
 
 def settle_estimator(p: Tensor, state: dict[str, Any]) -> Tensor:
-    """The estimator of p, made or brought to where p is now (unfrozen, or moved by `.to()`)."""
-    d = state.get("estimator")
-    if d is None:
-        state["estimator"] = new_estimator(p)
-    elif d.device != p.device or d.dtype != estimator_dtype(p.dtype):
-        state["estimator"] = d.to(p.device, estimator_dtype(p.dtype))
-    estimator: Tensor = state["estimator"]
-    return estimator
+    return settle_buffer(p, state, "estimator")
+
+
+def settle_buffer(p: Tensor, state: dict[str, Any], name: str) -> Tensor:
+    """A buffer of p, made or brought to where p is now (unfrozen, or moved by `.to()`)."""
+    dtype = p.dtype if name in PLAIN_BUFFERS else estimator_dtype(p.dtype)
+    if name not in state:
+        state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+    elif state[name].device != p.device or state[name].dtype != dtype:
+        state[name] = state[name].to(p.device, dtype)
+    buffer: Tensor = state[name]
+    return buffer
+
+
+def drop_buffers(state: dict[str, Any]) -> None:
+    for name in (*WIDE_BUFFERS, *PLAIN_BUFFERS):
+        state.pop(name, None)
 
 
 def settle_scalars(home: dict[str, Any], device: torch.device) -> None:
     """Bring the rule's numbers to where the first parameter is now."""
     if home["step"].device != device:
-        home |= {name: home[name].to(device, accumulator_dtype(device)) for name in SCALARS}
+        numbers = home.keys() & {*SCALARS, *UNIT_SCALARS}
+        home |= {name: home[name].to(device, accumulator_dtype(device)) for name in numbers}
 
 
 def new_header(rule: Rule, options: Any) -> dict[str, Any]:
@@ -103,7 +130,7 @@ def move_header(states: list[dict[str, Any]], home: dict[str, Any]) -> None:
     """Bring what belongs to the whole run from where it is to `home`."""
     for state in states:
         if state is not home and "format" in state:
-            for key in state.keys() - {"estimator", "joined"}:
+            for key in state.keys() - {"joined", *WIDE_BUFFERS, *PLAIN_BUFFERS}:
                 home[key] = state.pop(key)
 
 
@@ -190,9 +217,11 @@ def restored(saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
     """A parameter's saved state as it was: torch's loader has cast it to p's dtype."""
     state = dict(saved)
     for key, value in saved.items():
-        if key == "estimator":
+        if key in WIDE_BUFFERS:
             state[key] = value.to(p.device, estimator_dtype(p.dtype), copy=True)
-        elif key in SCALARS:
+        elif key in PLAIN_BUFFERS:
+            state[key] = value.to(p.device, p.dtype, copy=True)
+        elif key in SCALARS or key in UNIT_SCALARS:
             state[key] = value.to(p.device, accumulator_dtype(p.device), copy=True)
         elif isinstance(value, Tensor):
             state[key] = value.clone()

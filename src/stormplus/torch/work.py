@@ -15,7 +15,7 @@ from stormplus.torch.kernels import BLOCK, Batch, Foreach, Kernels, Plain
 from stormplus.torch.norms import Groups, accumulator_dtype, blocks, square_norm
 from stormplus.torch.options import Options
 from stormplus.torch.sharding import local, local_gradient, norm_groups
-from stormplus.torch.state import settle_estimator, settle_scalars
+from stormplus.torch.state import drop_buffers, settle_estimator, settle_scalars
 
 State = dict[str, Any]
 
@@ -53,7 +53,7 @@ def gather(
         bucket = 0 if scope == "global" else i if scope == "group" else place
         state, g = states[p], p.grad
         if not p.requires_grad:  # never moved, and its estimator is dropped
-            state.pop("estimator", None)
+            drop_buffers(state)
             state["joined"] = FROZEN
             continue
         work.sizes[bucket] += p.numel() * (2 if p.is_complex() else 1)
@@ -82,6 +82,7 @@ def gather(
             table[key].process_groups = process_groups
         table[key].xs.append(x)
         table[key].ds.append(d)
+        table[key].states.append(state)
         if g is not None:
             table[key].gs.append(local_gradient(p, g))
     work.sizes = [max(size, 1) for size in work.sizes]
@@ -117,6 +118,7 @@ class _Coefficients:
             sign=-1.0 if group["maximize"] else 1.0,
             l2=0.0 if decoupled else decay,
             decoupled=decay if decoupled else 0.0,
+            lr=lr,
             bucket=bucket,
             has_grad=has_grad,
             kernels=_kernels(group, device),
