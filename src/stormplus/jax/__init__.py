@@ -1,4 +1,4 @@
-"""STORM+, simplified STORM+ and STORM as optax transformations.
+"""STORM+, simplified STORM+, STORM and STORM+ in measured units as optax transformations.
 
 tx = storm_plus()
 state = tx.init(params)
@@ -19,15 +19,20 @@ from stormplus.jax.accumulation import accumulate
 from stormplus.jax.iterate import UniformIterate, UniformIterateState, uniform_iterate
 from stormplus.jax.methods import simplified_storm_plus, storm, storm_plus
 from stormplus.jax.template import StormState, verify
+from stormplus.jax.uncorrected import UnitsState
+from stormplus.jax.units import averaged, storm_plus_units
 
 __all__ = [
     "StormState",
     "UniformIterate",
     "UniformIterateState",
+    "UnitsState",
     "accumulate",
+    "averaged",
     "simplified_storm_plus",
     "storm",
     "storm_plus",
+    "storm_plus_units",
     "uniform_iterate",
     "verify",
 ]

@@ -1,4 +1,4 @@
-"""The arguments that the three methods share, checked once, and the gradient they ask for."""
+"""The arguments that the methods share, checked once, and the gradient they ask for."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ class Options:
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
-            _check_number("lr", self.lr, "the paper's is 1.0; a schedule is a function")
-        _check_number("weight_decay", self.weight_decay, "0.0 is none")
+            check_number("lr", self.lr, "the paper's is 1.0; a schedule is a function")
+        check_number("weight_decay", self.weight_decay, "0.0 is none")
         for name in ("decoupled_weight_decay", "maximize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -94,7 +94,7 @@ class Options:
         return [new.astype(old.dtype) for new, old in zip(leaves, g)]
 
 
-def _check_number(name: str, value: Any, hint: str) -> None:
+def check_number(name: str, value: Any, hint: str) -> None:
     if isinstance(value, jax.Array):
         return
     if isinstance(value, bool) or not isinstance(value, Real):

@@ -14,15 +14,15 @@ iterate is stored, and the state has one buffer of the size of the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.jax.options import Options
-from stormplus.jax.trees import PyTree, estimator_dtype, sums_dtype
-from stormplus.rules import Rule, Sum, Sums
+from stormplus.jax.trees import Layout, PyTree, estimator_dtype, sums_dtype
+from stormplus.rules import Sum, Sums
 
 
 class StormState(NamedTuple):
@@ -60,8 +60,29 @@ class StormState(NamedTuple):
     estimator: PyTree
 
 
-def transformation(rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:
-    def init(params: PyTree) -> StormState:
+class MeasuredState(NamedTuple):
+    """The state of a rule in measured units: the template's, and what has been measured."""
+
+    storm: StormState
+    units: PyTree
+
+
+class Units(Protocol):
+    """What a rule sees beside the sums: numbers measured where the gradient was taken."""
+
+    def init(self, layout: Layout) -> PyTree:
+        """What is carried from call to call, a tree of arrays."""
+
+    def measure(
+        self, units: PyTree, layout: Layout, x_new: list[jax.Array], g_sq: jax.Array, t: jax.Array
+    ) -> tuple[PyTree, tuple[Any, ...]]:
+        """The tree after this sample, and the rule's further arguments."""
+
+
+def transformation(
+    rule: Callable[..., tuple[Sums, Any, Any]], options: Options, units: Units | None = None
+) -> optax.GradientTransformationExtraArgs:
+    def init(params: PyTree) -> StormState | MeasuredState:
         layout = options.layout(params)
         d = [jnp.zeros_like(x_i, dtype=estimator_dtype(x_i)) for x_i in layout.x]
 
@@ -72,7 +93,7 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
         def scalar() -> jax.Array:
             return jnp.zeros(layout.shape, sums_dtype())
 
-        return StormState(
+        storm = StormState(
             step=count(),
             moves=count(),
             started=jnp.zeros((), jnp.bool_),
@@ -85,18 +106,20 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
             sum_d_sq_over_a=Sum(scalar(), scalar()),
             estimator=layout.with_holes(d),
         )
+        return storm if units is None else MeasuredState(storm, units.init(layout))
 
     def update(
         updates: PyTree,
-        state: StormState,
+        state: Any,
         params: PyTree | None = None,
         *,
         grad_fn: Callable[[PyTree], PyTree] | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, StormState]:
+    ) -> tuple[PyTree, StormState | MeasuredState]:
         del extra_args  # meant for other transformations
         if params is None or not callable(grad_fn):
             raise TypeError(_HOW_TO_CALL.format(params=_given(params), grad_fn=_given(grad_fn)))
+        state, measured = (state, None) if units is None else state
         layout = options.layout(params)
         x, d = layout.x, layout.estimator(state.estimator)
         handed_over = layout.gradient(updates, "the first argument of update()")
@@ -131,9 +154,12 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
         g_sq, d_sq = (layout.square_norm(v, options.norm) for v in (g, d_new))
         sums = Sums(state.sum_g_sq, state.sum_d_sq_over_a)
         t = (state.step + 1).astype(sums_dtype())
-        sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
+        measured_new, scalars = measured, ()
+        if units is not None:
+            measured_new, scalars = units.measure(measured, layout, x_new, g_sq, t)
+        sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t, *scalars)  # Alg. 1, line 3
 
-        second = _all_finite((sums_new, a_new, eta_new))
+        second = all_finite((sums_new, a_new, eta_new))
         accepted = first & second
 
         def kept(new: Any, old: jax.Array) -> jax.Array:
@@ -146,7 +172,7 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
             return jnp.sqrt(off / jnp.where(size == 0, 1, size)).astype(state.mismatch.dtype)
 
         mismatch = jax.lax.cond(state.started, lambda: state.mismatch, difference)
-        return move, StormState(
+        new = StormState(
             step=state.step + accepted,
             moves=state.moves + (first & state.started),
             started=jnp.where(first, second, state.started),
@@ -159,6 +185,8 @@ def transformation(rule: Rule, options: Options) -> optax.GradientTransformation
             sum_d_sq_over_a=jax.tree.map(kept, sums_new.sum_d_sq_over_a, state.sum_d_sq_over_a),
             estimator=layout.with_holes([_finite(d_i) for d_i in d_new]),
         )
+        rest = jax.tree.map(kept, measured_new, measured)
+        return move, new if units is None else MeasuredState(new, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
@@ -216,6 +244,6 @@ def _finite(leaf: jax.Array) -> jax.Array:
     return jnp.where(jnp.isfinite(leaf), leaf, 0)
 
 
-def _all_finite(tree: PyTree) -> jax.Array:
+def all_finite(tree: PyTree) -> jax.Array:
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack(leaves).all()

@@ -38,11 +38,19 @@ class Layout:
     """
 
     def __init__(
-        self, params: PyTree, *, mask: TreeOrFunction, scope: str, groups: TreeOrFunction
+        self,
+        params: PyTree,
+        *,
+        mask: TreeOrFunction,
+        scope: str,
+        groups: TreeOrFunction,
+        holes: bool = False,
     ) -> None:
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=_is_hole)
+        # To jax a hole is a part of the structure: where it is allowed, nothing is there.
+        is_leaf = None if holes else is_hole
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
         self.treedef: Any = treedef
-        if any(_is_hole(leaf) for _, leaf in paths):
+        if any(is_hole(leaf) for _, leaf in paths):
             raise TypeError(
                 "the parameters have holes (optax.MaskedNode), as optax.masked and "
                 "optax.partition make them, and grad_fn could not be evaluated; "
@@ -94,12 +102,14 @@ class Layout:
         scalars = [scalar[b] if self.shape else scalar for b in self.block]
         return [s.astype(estimator_dtype(p)) for s, p in zip(scalars, self.x)]
 
+    def wide(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
+        """In the dtype of the estimator."""
+        return [leaf.astype(estimator_dtype(leaf)) for leaf in leaves]
+
     def square_norm(self, leaves: Sequence[jax.Array], norm: str) -> jax.Array:
         """|.|^2 as the rules see it: one number, or one a block."""
         dtype = sums_dtype()
-        blocks: list[list[jax.Array]] = [[] for _ in range(self.count)]
-        for block, leaf in zip(self.block, leaves):
-            blocks[block].append(leaf)
+        blocks = self._blocks(leaves)
         squares = [_sum_of_squares(block, dtype) for block in blocks]
         if norm == "mean":
             sizes = [max(sum(leaf.size for leaf in block), 1) for block in blocks]
@@ -107,6 +117,23 @@ class Layout:
         if not squares:
             return jnp.zeros(self.shape, dtype)
         return jnp.stack(squares) if self.shape else squares[0]
+
+    def length(self, leaves: Sequence[jax.Array], norm: str) -> jax.Array:
+        """|.|, the root of `square_norm`, also where |.|^2 is beyond the dtype."""
+        largest = [jnp.max(jnp.abs(leaf), initial=0).astype(sums_dtype()) for leaf in leaves]
+        blocks = [jnp.max(jnp.stack(block)) for block in self._blocks(largest)]
+        if not blocks:
+            return jnp.zeros(self.shape, sums_dtype())
+        scale = jnp.stack(blocks).reshape(self.shape)
+        scale = jnp.where(scale == 0, 1, scale)
+        scaled = [leaf / scale_i for leaf, scale_i in zip(leaves, self.each(scale))]
+        return scale * jnp.sqrt(self.square_norm(scaled, norm))
+
+    def _blocks(self, leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        blocks: list[list[jax.Array]] = [[] for _ in range(self.count)]
+        for block, leaf in zip(self.block, leaves):
+            blocks[block].append(leaf)
+        return blocks
 
     def estimator(self, tree: PyTree) -> list[jax.Array]:
         """The leaves of the state's buffer, checked against the parameters."""
@@ -171,7 +198,7 @@ def per_leaf(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
         ) from error
 
 
-def _is_hole(node: Any) -> bool:
+def is_hole(node: Any) -> bool:
     return isinstance(node, optax.MaskedNode)
 
 
