@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_LONG := $(VENV)/.ready-long
 
-.PHONY: demo test test-long test-all lint format docs report paper bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all lint format docs report untuned paper bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -50,9 +50,13 @@ format: $(READY)  ## let ruff put things right
 docs: $(READY_LONG)  ## the site, in ./site
 	$(BIN)/mkdocs build --strict
 
+ROWS := $(addprefix docs/results/,smooth.jsonl.gz networks.jsonl.gz units.jsonl.gz)
+
 report: $(READY)  ## the benchmark's page and README's results, from the committed rows
-	$(BIN)/stormplus report docs/results/smooth.jsonl.gz --output out/report --readme README.md \
-		--keep docs/figures
+	$(BIN)/stormplus report $(ROWS) --output out/report --readme README.md --keep docs/figures
+
+untuned: $(READY)  ## the study's tables and figure, from the committed rows
+	$(BIN)/python benchmark/study_untuned.py
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2

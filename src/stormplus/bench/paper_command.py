@@ -20,7 +20,7 @@ from stormplus.bench.plan import make_plan
 EXAMPLES = """\b
 Scales (ResNet34 at each of them):
   full   50,000 images, 100,000 gradient evaluations a method: for a GPU
-  cpu    the sweep on 10,000 images, 300 evaluations a run; then 50,000 images, 1,000
+  cpu    the sweep on 10,000 images, 100 evaluations a run; then 50,000 images, 300
   smoke  one minute, to see that it runs
 
 \b

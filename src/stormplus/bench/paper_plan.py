@@ -53,7 +53,7 @@ class Scale:
 
 SCALES = {
     "full": Scale(50_000, 5_000, 50_000, 100_000),  # 200 epochs, 100 of two gradients: a GPU
-    "cpu": Scale(10_000, 300, 50_000, 1_000),  # two cores: an hour and a half, then half an hour
+    "cpu": Scale(10_000, 100, 50_000, 300),  # two cores: an hour, then a quarter of one
     "smoke": Scale(400, 4, 400, 6, (0.01, 0.1)),  # a minute: does it run at all?
 }
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from stormplus.torch.amp import scaled_step
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 from stormplus.torch.options import closure_needed
 from stormplus.torch.same_sample import same_sample
 
@@ -96,6 +96,8 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """`accelerator.prepare`, with a `step` that never drops a closure.
 
+    An optimizer that takes one gradient a step, `StormPlusUnits` for one, is left to Accelerate.
+
     Args:
         accelerator: With `gradient_accumulation_steps=1`; accumulate inside the closure.
         objects: The model, the optimizers, loaders and schedulers, in any order. The running
@@ -117,7 +119,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     several = prepared if isinstance(prepared, tuple) else (prepared,)
     models = nn.ModuleList(accelerator._models)  # of earlier calls too
     for thing in several:
-        if isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, StormOptimizer):
+        if isinstance(thing, AcceleratedOptimizer) and takes_pairs(thing.optimizer):
             # In place, for the accelerator keeps the wrapper that it has made.
             thing.__class__ = AcceleratedStorm
             thing.model = models
@@ -130,7 +132,7 @@ def _check_models(accelerator: Accelerator, objects: tuple[Any, ...]) -> None:
     known = {id(p) for module in (*modules, *accelerator._models) for p in module.parameters()}
     for thing in objects:
         opt = thing.optimizer if isinstance(thing, AcceleratedOptimizer) else thing
-        if isinstance(opt, StormOptimizer) and known.isdisjoint(map(id, opt._params())):
+        if takes_pairs(opt) and known.isdisjoint(map(id, opt._params())):
             raise ValueError(
                 f"no prepared model has a parameter of this {type(opt).__name__}, so its running "
                 "statistics would move twice a sample: prepare(accelerator, model, opt, ...), or "

@@ -7,22 +7,22 @@
     opt = pytorch_optimizer.create_optimizer(model, "stormplus", lr=1.0)
 
 Both factories can wrap an optimizer in Lookahead, which moves the parameters behind its back
-every few steps; the optimizers registered here refuse to step inside one.
+every few steps; those registered here that take two gradients a step refuse to step inside one.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, StormPlusUnits
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 _LOOKAHEAD = {"lookahead_alpha", "counter"}  # what timm's and pytorch_optimizer's put in a group
 
 
 def _refuse_lookahead(opt: Any, args: Any, kwargs: Any) -> None:
     """A step pre-hook."""
-    if any(_LOOKAHEAD & group.keys() for group in opt.param_groups):
+    if takes_pairs(opt) and any(_LOOKAHEAD & group.keys() for group in opt.param_groups):
         raise RuntimeError(
             "Lookahead pulls the parameters back every few steps, and the estimator then belongs "
             "to a point that was left: create the optimizer without it"
@@ -48,6 +48,10 @@ class FactoryStorm(_Alone, Storm):
     """`Storm`, registered as "storm"."""
 
 
+class FactoryStormPlusUnits(_Alone, StormPlusUnits):
+    """`StormPlusUnits`, registered as "stormplusunits"; `step()` needs no closure."""
+
+
 # Without underscores, which timm takes for the sign of a wrapper.
 OPTIMIZERS: dict[str, tuple[type[StormOptimizer], str]] = {
     "stormplus": (FactoryStormPlus, "STORM+: corrected momentum, no constants to set"),
@@ -56,6 +60,10 @@ OPTIMIZERS: dict[str, tuple[type[StormOptimizer], str]] = {
         "Simplified STORM+: STORM+ with the gain t^(-2/3)",
     ),
     "storm": (FactoryStorm, "STORM: corrected momentum, needs the smoothness"),
+    "stormplusunits": (
+        FactoryStormPlusUnits,
+        "STORM+ in measured units: one gradient a step, no learning rate to find",
+    ),
 }
 
 

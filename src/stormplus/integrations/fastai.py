@@ -3,7 +3,8 @@
 fastai's loop calls `opt.step()` without a closure, which the optimizers refuse. The callback
 takes over where the step would be: it moves the parameters, lets the learner evaluate the
 same batch again, with every callback's events from `after_pred` to `after_step`, and
-completes the step.
+completes the step. `StormPlusUnits` takes one gradient a step and needs no callback:
+`Learner(..., opt_func=storm(StormPlusUnits))`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 from stormplus.integrations.point import Point
 from stormplus.torch import StormPlus, same_sample
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 try:
     from fastai.callback.core import Callback, CancelStepException
@@ -101,6 +102,11 @@ class StormCallback(Callback):
             raise TypeError(
                 f"learn.opt is {type(opt).__name__}: pass Learner opt_func=storm(...) from "
                 "stormplus.integrations.fastai"
+            )
+        if not takes_pairs(opt.opt):
+            raise TypeError(
+                f"{type(opt.opt).__name__} takes one gradient a step, as fastai gives it: leave "
+                "StormCallback out"
             )
         if opt.load_error is not None:
             raise RuntimeError(

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stormplus.integrations.point import Point
 from stormplus.integrations.replay import Replay
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
@@ -126,10 +126,11 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _check(trainer: Any, opt: Any) -> None:
-    if not isinstance(opt, StormOptimizer):
+    if not takes_pairs(opt):
         raise TypeError(
             f"StormPlusTrainer is for StormPlus, SimplifiedStormPlus and Storm, got "
-            f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None)"
+            f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None), or "
+            "use transformers.Trainer, which is all that one gradient a step needs"
         )
     kind = trainer.accelerator.distributed_type
     if kind not in VERIFIED or trainer.args.n_gpu > 1:

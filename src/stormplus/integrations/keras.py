@@ -20,7 +20,7 @@ from torch import nn
 import stormplus.torch
 from stormplus.integrations.point import Point
 from stormplus.torch import same_sample
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 try:
     import keras
@@ -58,7 +58,7 @@ class KerasStorm(keras.optimizers.Optimizer):
     and a loaded model goes on bit by bit.
 
     Args:
-        method: "StormPlus", "SimplifiedStormPlus" or "Storm".
+        method: "StormPlus", "SimplifiedStormPlus", "Storm" or "StormPlusUnits".
         learning_rate: The optimizer's `lr`: a float, or a schedule of Keras.
         name: For Keras.
         **options: Every other argument of the optimizer.
@@ -76,7 +76,8 @@ class KerasStorm(keras.optimizers.Optimizer):
         kind = getattr(stormplus.torch, method, None)
         if not (isinstance(kind, type) and issubclass(kind, StormOptimizer)):
             raise ValueError(
-                f"method must be StormPlus, SimplifiedStormPlus or Storm, got {method!r}"
+                "method must be StormPlus, SimplifiedStormPlus, Storm or StormPlusUnits, "
+                f"got {method!r}"
             )
         super().__init__(learning_rate=learning_rate, name=name)
         self.method, self._kind, self._options = method, kind, options
@@ -114,7 +115,8 @@ class KerasStorm(keras.optimizers.Optimizer):
             self.build(variables)
         self._check_variables_are_known(variables)
         opt = self.torch_optimizer
-        self._point.settle(opt)  # weights may have been loaded without the state
+        if takes_pairs(opt):
+            self._point.settle(opt)  # weights may have been loaded without the state
         for group in opt.param_groups:
             group["lr"] = self._lr()
         opt.step(closure)
@@ -124,9 +126,9 @@ class KerasStorm(keras.optimizers.Optimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Refused: this is what a model without `StormTraining` calls, with one gradient."""
         raise RuntimeError(
-            f"{self.method} takes two gradients of each batch, and Keras's own training step "
-            "gives one: make the model's class `class Model(StormTraining, keras.Model)`, with "
-            "StormTraining from stormplus.integrations.keras"
+            f"{self.method} evaluates the batch itself, mostly twice, and Keras's own training "
+            "step gives one gradient: make the model's class `class Model(StormTraining, "
+            "keras.Model)`, with StormTraining from stormplus.integrations.keras"
         )
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
@@ -177,7 +179,7 @@ class StormTraining:
         return super().make_train_function(force)  # type: ignore[misc]
 
     def train_step(self: Any, data: Any) -> Any:
-        """One batch: one evaluation if it is the first, two otherwise."""
+        """One batch: two evaluations, or one if it is the first or if no pair is needed."""
         if not isinstance(self.optimizer, KerasStorm):
             raise TypeError(
                 "StormTraining needs compile(optimizer=KerasStorm(...)), got "
@@ -200,8 +202,10 @@ class StormTraining:
 
         if not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
-        sample = same_sample(self.optimizer.torch_optimizer, _statistics(self))
-        self.optimizer.step(sample(closure), self.trainable_variables)
+        opt, evaluate = self.optimizer.torch_optimizer, closure
+        if takes_pairs(opt):
+            evaluate = same_sample(opt, _statistics(self))(closure)
+        self.optimizer.step(evaluate, self.trainable_variables)
         y_pred, loss = first
         size = next(part.shape[0] for part in keras.tree.flatten(x) if part is not None)
         self._loss_tracker.update_state(loss, sample_weight=size)

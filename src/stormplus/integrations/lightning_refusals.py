@@ -13,16 +13,17 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 
 def storm_optimizers(trainer: Trainer) -> list[StormOptimizer]:
-    found = [opt for opt in trainer.optimizers if isinstance(opt, StormOptimizer)]
+    found: list[Any] = [opt for opt in trainer.optimizers if takes_pairs(opt)]
     if not found:
         names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
             f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
-            "return one of them from configure_optimizers, or leave the callback out"
+            "return one of them from configure_optimizers, or leave the callback out, which one "
+            "gradient a step does not need"
         )
     return found
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from stormplus.integrations.point import Point
 from stormplus.torch import StormPlus, same_sample
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 
 class StormMixin:
@@ -47,14 +47,18 @@ class StormMixin:
 
     def _step_optimizer(self, step_fn: Callable[[], Any] | None) -> None:
         """Hand skorch's closure over, with random numbers and running statistics in order."""
-        if len(self._optimizers) != 1:
+        optimizers = [getattr(self, name + "_") for name in self._optimizers]
+        if all(isinstance(opt, StormOptimizer) and not takes_pairs(opt) for opt in optimizers):
+            super()._step_optimizer(step_fn)  # type: ignore[misc]  # one gradient, as skorch has it
+            return
+        if len(optimizers) != 1:
             raise ValueError(
                 f"the net has the optimizers {self._optimizers}: each would take two gradients "
                 "of its own and move while the others look on. Give all parameters to one, in "
                 "groups (optimizer__param_groups)"
             )
-        opt = getattr(self, self._optimizers[0] + "_")
-        if not isinstance(opt, StormOptimizer):
+        opt = optimizers[0]
+        if not takes_pairs(opt):
             raise TypeError(
                 f"StormMixin is for the optimizers of stormplus, got {type(opt).__name__}. An "
                 "AcceleratedOptimizer comes from skorch's AccelerateMixin, whose step has no "

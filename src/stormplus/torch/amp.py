@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from stormplus.torch.optimizer import StormOptimizer
-from stormplus.torch.same_sample import same_sample
+from stormplus.torch.same_sample import require_pairs, same_sample
 
 
 def scaled_step(
@@ -46,6 +46,7 @@ def scaled_step(
         FloatingPointError: The second evaluation overflowed `retries` times. The step is
             pending, as after any failure of the second evaluation.
     """
+    require_pairs(opt, "scaled_step", "scaler.step(opt)")
     if opt.pending:  # an earlier call was left halfway, and its sample is gone
         opt.restart()
 

@@ -11,7 +11,7 @@ from stormplus.torch.kernels import BLOCK
 from stormplus.torch.norms import blocks
 from stormplus.torch.optimizer import StormOptimizer
 from stormplus.torch.sharding import local
-from stormplus.torch.work import Work, gather
+from stormplus.torch.work import JOINED, Work
 
 # The weight of x_t is about t^8, as in the polynomial averaging of Shamir and Zhang (2013).
 DEGREE = 8
@@ -37,9 +37,10 @@ class AveragingOptimizer(StormOptimizer):
             return
         for p in self._params():
             state = self.state[p]
-            if "average" in state and state["joined"] == 1:
+            if "average" in state:
                 state["point"] = p.detach().clone()
-                p.copy_(state["average"])
+                if state["joined"] == JOINED:
+                    p.copy_(state["average"])
         self._home["averaged"] = 1
 
     @torch.no_grad()
@@ -57,7 +58,7 @@ class AveragingOptimizer(StormOptimizer):
 
     def _estimate(self) -> None:
         super()._estimate()
-        self._update_average(gather(self.param_groups, self.state, self._home, self._options))
+        self._update_average(self._gather())
 
     @torch.no_grad()
     def _update_average(self, work: Work) -> None:
@@ -69,16 +70,3 @@ class AveragingOptimizer(StormOptimizer):
                     w = weight[batch.bucket].to(average.device, average.dtype)
                     for x_, average_ in blocks(BLOCK, x, average):
                         average_.lerp_(x_.to(average_.dtype), w)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As `StormOptimizer.load_state_dict`; units that are fixed must be the same."""
-        saved = [entry for entry in state_dict.get("state", {}).values() if "format" in entry]
-        for name in ("fixed_distance", "fixed_gradient"):
-            value, own = (saved[0].get(name, 0.0) if saved else 0.0), self._home[name]
-            if saved and value != own:
-                word = name.removeprefix("fixed_")
-                raise ValueError(
-                    f"the state was saved with {word}={value or None}, this optimizer has "
-                    f"{word}={own or None}: construct it as it was"
-                )
-        super().load_state_dict(state_dict)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from typing import Any
 
@@ -11,10 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from stormplus.rules import Rule
+from stormplus.torch import loading
 from stormplus.torch import state as states
 from stormplus.torch.options import Options, check_group
 from stormplus.torch.same_sample import RandomStreams, RunningStatistics, same_sample
 from stormplus.torch.sharding import check_whole
+from stormplus.torch.work import Work, gather
 
 START, READY, PENDING = 0, 1, 2
 
@@ -54,6 +56,9 @@ class RememberingOptimizer(Optimizer):
     def _settle(self, p: Tensor) -> None:
         for name in self.buffers:
             states.settle_buffer(p, self.state[p], name)
+
+    def _gather(self) -> Work:
+        return gather(self.param_groups, self.state, self._home, self._options, self.buffers)
 
     def _advance(self, phase: int) -> None:
         self._home["phase"] = phase
@@ -127,15 +132,15 @@ class RememberingOptimizer(Optimizer):
         saved: dict[str, Any] = {}
 
         def look(_: Optimizer, loaded: dict[str, Any]) -> None:
-            states.check_loadable(loaded, self._home, type(self).__name__)
-            states.check_shapes(loaded, self.param_groups)
+            loading.check_loadable(loaded, self._home, type(self).__name__)
+            loading.check_shapes(loaded, self.param_groups)
             saved.update(loaded)
 
         def put_back(_: Optimizer) -> None:
             # torch has cast every tensor to its parameter's dtype; the saved ones go back.
             vars(self).pop("_keeper", None)
-            for i, p in zip(states.ids(saved), self._params()):
-                self.state[p] = states.restored(saved["state"].get(i, {"joined": 0}), p)
+            for i, p in zip(loading.ids(saved), self._params()):
+                self.state[p] = loading.restored(saved["state"].get(i, {"joined": 0}), p)
 
         hooks = (
             self.register_load_state_dict_pre_hook(look),  # after the user's own
@@ -150,6 +155,18 @@ class RememberingOptimizer(Optimizer):
     def _random_streams(self) -> RandomStreams:
         devices = dict.fromkeys(p.device for p in self._params())
         return RandomStreams(devices, self._options.generators)
+
+    def _put_statistics_back(self) -> None:
+        """A sample that is not finite has not been seen by running statistics either."""
+        for sample in self._samples:
+            sample.put_back()
+        if self._statistics is not None:
+            self._statistics.put_back()
+            self._statistics = None
+
+    def _run_hooks(self, *hooks: dict[int, Callable[..., Any]]) -> None:
+        for hook in chain.from_iterable(table.values() for table in hooks):
+            hook(self, (), {})
 
     def __getstate__(self) -> dict[str, Any]:
         own = {"rule": self.rule, "_options": self._options, "_samples": [], "_statistics": None}

@@ -13,7 +13,6 @@ it no longer needs, and the second gradient completes it: no previous iterate is
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from itertools import chain
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from stormplus.torch.kernels import undo_estimate
 from stormplus.torch.memory import PENDING, READY, START, RememberingOptimizer
 from stormplus.torch.norms import Part, collect
 from stormplus.torch.options import Options, closure_needed
-from stormplus.torch.work import JOINED, FreshGradients, Work, blame, gather
+from stormplus.torch.work import JOINED, FreshGradients, Work, blame
 
 _RETRY = {  # by whether the parameters are where they were
     True: "nothing has moved: go on with another sample",
@@ -171,7 +170,7 @@ class StormOptimizer(RememberingOptimizer):
 
     @torch.no_grad()
     def _move(self) -> None:
-        work = gather(self.param_groups, self.state, self._home, self._options)
+        work = self._gather()
         if self._options.check_finite:
             parts = [part for batch in work.known.values() for part in batch.probes()]
             probe = collect([parts], work.process_groups, self._home["step"])
@@ -189,7 +188,7 @@ class StormOptimizer(RememberingOptimizer):
 
     @torch.no_grad()
     def _estimate(self) -> None:
-        work = gather(self.param_groups, self.state, self._home, self._options)
+        work = self._gather()
         if not any(work.active):
             raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
         phase = self._home["phase"]
@@ -241,14 +240,7 @@ class StormOptimizer(RememberingOptimizer):
             "estimator_norm_sq": d_sq,
         }
 
-    def _put_statistics_back(self) -> None:
-        """A sample that is not finite has not been seen by running statistics either."""
-        for sample in self._samples:
-            sample.put_back()
-        if self._statistics is not None:
-            self._statistics.put_back()
-            self._statistics = None
 
-    def _run_hooks(self, *hooks: dict[int, Callable[..., Any]]) -> None:
-        for hook in chain.from_iterable(table.values() for table in hooks):
-            hook(self, (), {})
+def takes_pairs(opt: object) -> bool:
+    """Whether an optimizer needs two gradients of each sample; those of torch do with one."""
+    return isinstance(opt, StormOptimizer) and opt.pairs

@@ -80,6 +80,17 @@ def _expanded(t: Tensor) -> bool:
     return any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape))
 
 
+def require_pairs(opt: object, what: str, instead: str = "opt.step()") -> None:
+    """Refuse to make pairs of gradients for an optimizer that takes one."""
+    from stormplus.torch.optimizer import takes_pairs  # which imports this module
+
+    if not takes_pairs(opt):
+        raise ValueError(
+            f"{type(opt).__name__} takes one gradient a step: {what} is not needed, call "
+            f"{instead} as usual"
+        )
+
+
 class same_sample:
     """One sample, two evaluations: random numbers replayed, running statistics moved once.
 
@@ -109,6 +120,7 @@ class same_sample:
     """
 
     def __init__(self, opt: StormOptimizer, model: nn.Module | None = None) -> None:
+        require_pairs(opt, "same_sample")
         self._opt, self._model = opt, model
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:

@@ -1,4 +1,4 @@
-"""What an optimizer remembers, and how it survives a checkpoint.
+"""What an optimizer remembers, in a form that survives a checkpoint (see loading.py).
 
 Each parameter has an `estimator` (d) and a flag `joined`. The numbers of the rule are
 vectors with one entry a bucket (the parameters that share their sums) and live, with the
@@ -11,7 +11,6 @@ already there, and calls `step()` on an optimizer that has no state.
 
 from __future__ import annotations
 
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -58,9 +57,19 @@ RULES: tuple[type, ...] = (
     UnitsRule,
 )
 
-# Words become numbers in the state, for torch's loader takes a string apart.
+OWN_RULE = "a rule of your own"
+
+# Words become numbers in the state, for torch's loader takes a string apart. A word keeps its
+# place, for saved states have the number: new ones come last.
 CODES: dict[str, tuple[str, ...]] = {
-    "rule": (*(rule.__name__ for rule in RULES), "a rule of your own"),
+    "rule": (
+        "StormPlusRule",
+        "SimplifiedStormPlusRule",
+        "StormRule",
+        OWN_RULE,
+        "CorrectedUnitsRule",
+        "UnitsRule",
+    ),
     "norm": ("raw", "mean"),
     "scope": ("global", "group", "tensor"),
 }
@@ -80,10 +89,6 @@ def estimator_dtype(dtype: torch.dtype) -> torch.dtype:
 def new_scalars(device: torch.device, buckets: int, extra: tuple[str, ...]) -> dict[str, Tensor]:
     zeros = torch.zeros(buckets, dtype=accumulator_dtype(device), device=device)
     return {name: zeros.clone() for name in (*SCALARS, *extra)} | {"gain": zeros + 1}  # a_1 = 1
-
-
-def settle_estimator(p: Tensor, state: dict[str, Any]) -> Tensor:
-    return settle_buffer(p, state, "estimator")
 
 
 def settle_buffer(p: Tensor, state: dict[str, Any], name: str) -> Tensor:
@@ -115,7 +120,7 @@ def new_header(rule: Rule, options: Any) -> dict[str, Any]:
         "format": FORMAT,
         "phase": 0,
         "grad_evaluations": 0,
-        "rule": RULES.index(type(rule)) if type(rule) in RULES else len(RULES),
+        "rule": CODES["rule"].index(type(rule).__name__ if type(rule) in RULES else OWN_RULE),
         "norm": CODES["norm"].index(options.norm),
         "scope": CODES["scope"].index(options.scope),
     } | _constants(rule)
@@ -148,84 +153,6 @@ def set_sums(sums: Sums) -> dict[str, Tensor]:
         "sum_d_sq_over_a": sums.sum_d_sq_over_a.value,
         "sum_d_sq_over_a_lost": sums.sum_d_sq_over_a.lost,
     }
-
-
-def check_loadable(state_dict: dict[str, Any], own: dict[str, Any], name: str) -> None:
-    """Refuse a state this optimizer cannot go on from, before anything has changed.
-
-    Args:
-        state_dict: What `load_state_dict` received.
-        own: The state where this optimizer keeps its numbers.
-        name: This optimizer's class.
-    """
-    if not {"state", "param_groups"} <= state_dict.keys():
-        raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
-    entries = list(state_dict["state"].values())
-    saved = next((entry for entry in entries if "format" in entry), None)
-    if saved is None:
-        keys = sorted(entries[0]) if entries else []
-        raise ValueError(
-            f"this is not the state of {name} (a parameter's keys are {keys}): load it into "
-            "the optimizer that saved it"
-        )
-    if saved["format"] != FORMAT:
-        raise ValueError(
-            f"the state has format {saved['format']}, this version of stormplus reads "
-            f"{FORMAT}: load it with the version that saved it"
-        )
-    if bool((saved["step"] > 0).any()) and saved["grad_evaluations"] == 0:
-        raise ValueError(
-            "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
-            "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"
-        )
-    for key, words in CODES.items():
-        if saved[key] != own[key]:
-            raise ValueError(
-                f"the state was saved with {key} {words[saved[key]]!r}, {name} has "
-                f"{words[own[key]]!r}: construct the optimizer as it was"
-            )
-    for key in own.keys() & {field.name for field in fields(StormRule)}:
-        if saved[key] != own[key]:
-            raise ValueError(
-                f"the state was saved with {key}={saved[key]}, {name} has {key}={own[key]}: "
-                "construct the optimizer as it was"
-            )
-    if saved["step"].shape != own["step"].shape:
-        raise ValueError(
-            f"the state has {len(saved['step'])} sets of sums, {name} has "
-            f"{len(own['step'])}: give it the same parameters and groups"
-        )
-
-
-def ids(state_dict: dict[str, Any]) -> list[Any]:
-    """The keys of the parameters' states, in the order of the parameters."""
-    return [i for group in state_dict["param_groups"] for i in group["params"]]
-
-
-def check_shapes(state_dict: dict[str, Any], param_groups: list[dict[str, Any]]) -> None:
-    params = [p for group in param_groups for p in group["params"]]
-    for i, p in zip(ids(state_dict), params):
-        d = state_dict["state"].get(i, {}).get("estimator")
-        if d is not None and d.shape != p.shape:
-            raise ValueError(
-                f"the state of parameter {i} has the shape {tuple(d.shape)}, the parameter "
-                f"{tuple(p.shape)}: load it with the model that it was saved with"
-            )
-
-
-def restored(saved: dict[str, Any], p: Tensor) -> dict[str, Any]:
-    """A parameter's saved state as it was: torch's loader has cast it to p's dtype."""
-    state = dict(saved)
-    for key, value in saved.items():
-        if key in WIDE_BUFFERS:
-            state[key] = value.to(p.device, estimator_dtype(p.dtype), copy=True)
-        elif key in PLAIN_BUFFERS:
-            state[key] = value.to(p.device, p.dtype, copy=True)
-        elif key in SCALARS or key in UNIT_SCALARS:
-            state[key] = value.to(p.device, accumulator_dtype(p.device), copy=True)
-        elif isinstance(value, Tensor):
-            state[key] = value.clone()
-    return state
 
 
 def diagnose(home: dict[str, Any], *, several: bool) -> dict[str, float]:

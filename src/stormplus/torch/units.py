@@ -17,12 +17,12 @@ from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 
 from stormplus.rules import CorrectedUnitsRule, UnitsRule, decaying
 from stormplus.torch import state as states
+from stormplus.torch import unit_passes
 from stormplus.torch.averaging import AveragingOptimizer
-from stormplus.torch.kernels import BLOCK, Batch
+from stormplus.torch.kernels import Batch
 from stormplus.torch.memory import READY, START
-from stormplus.torch.norms import Part, blocks, collect, square_norm
-from stormplus.torch.sharding import local
-from stormplus.torch.work import JOINED, Work, blame, gather
+from stormplus.torch.norms import Part, collect
+from stormplus.torch.work import JOINED, Work, blame
 
 FIRST_DISTANCE = 0.01  # r before any move, relative to |x_1|: results hardly depend on it
 MEMORY = 0.01  # the last weight in the mean of g^2: about a hundred gradients
@@ -54,7 +54,8 @@ class StormPlusUnits(AveragingOptimizer):
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()`.
-        lr: A factor on the step. 1.0 needs no tuning; a schedule works as for any optimizer.
+        lr: A factor on the step. 1.0 needs no tuning without a correction; with one, an r that
+            is measured can run away at 1.0. A schedule works as for any optimizer.
         correction: Pay a second gradient a step for the corrected momentum of the paper.
         distance: Fixes r, instead of measuring it from a hundredth of |x_1| on.
         gradient: Fixes s, instead of measuring it.
@@ -65,6 +66,8 @@ class StormPlusUnits(AveragingOptimizer):
     """
 
     extra_scalars = states.UNIT_SCALARS
+    first_distance = FIRST_DISTANCE
+    memory = MEMORY
 
     def __init__(
         self,
@@ -82,12 +85,8 @@ class StormPlusUnits(AveragingOptimizer):
                 raise ValueError(
                     f"{name} must be a positive number, or None to measure it, got {value!r}"
                 )
-        useless = [name for name in _OF_A_PAIR if name in options]
-        if useless and not correction:
-            raise TypeError(
-                f"{', '.join(useless)}: only with correction=True, which takes two gradients"
-            )
         self.pairs = correction
+        self._refuse_useless(options)
         self.rule = CorrectedUnitsRule() if correction else UnitsRule()  # type: ignore[assignment]
         self._fixed = {"fixed_distance": distance, "fixed_gradient": gradient}
         units = ("origin",) if correction else ("origin", "gradient_unit")
@@ -98,6 +97,19 @@ class StormPlusUnits(AveragingOptimizer):
         super()._make_room()
         self._home.update({name: float(value or 0) for name, value in self._fixed.items()})
         self._home.setdefault("averaged", 0)
+        self._home["keeps_average"] = "average" in self.buffers
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; each takes d = g at its first gradient, and starts there."""
+        self._refuse_useless(param_group)
+        super().add_param_group(param_group)
+
+    def _refuse_useless(self, options: dict[str, Any]) -> None:
+        useless = [name for name in _OF_A_PAIR if options.get(name) is not None]
+        if useless and not self.pairs:
+            raise TypeError(
+                f"{', '.join(useless)}: only with correction=True, which takes two gradients"
+            )
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -134,6 +146,10 @@ class StormPlusUnits(AveragingOptimizer):
                 f"{what} is half of a pair of gradients: without a correction call step()"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        own = {"pairs": self.pairs, "buffers": self.buffers, "_fixed": self._fixed}
+        return super().__getstate__() | own
+
     def diagnostics(self) -> dict[str, float]:
         """As `StormOptimizer.diagnostics`, and `distance`, the unit r (of several, the largest)."""
         return super().diagnostics() | {"distance": float(self._home["distance"].max())}
@@ -141,8 +157,8 @@ class StormPlusUnits(AveragingOptimizer):
     @torch.no_grad()
     def _descend(self) -> None:
         home = self._home
-        work = gather(self.param_groups, self.state, home, self._options)
-        if not any(work.active):
+        work = self._gather()
+        if not any(batch.has_grad for batch, _ in work.batches()):
             raise RuntimeError("no parameter has a gradient: call loss.backward() before step()")
         if self._options.check_finite:
             probes = [part for batch, _ in work.batches() for part in batch.probes()]
@@ -150,13 +166,15 @@ class StormPlusUnits(AveragingOptimizer):
                 raise FloatingPointError(
                     f"{blame(self.param_groups)}; nothing has moved: go on with another sample"
                 )
-        self._remember_origin(work)
+        unit_passes.remember_origin(work)
         t = home["step"] + 1
-        a, b = decaying(self.rule.gain, t), decaying(MEMORY, t)  # type: ignore[attr-defined]
+        a, b = decaying(self.rule.gain, t), decaying(self.memory, t)  # type: ignore[attr-defined]
         g_parts: list[Part] = []
         d_parts: list[Part] = []
+        first = home["phase"] == START
+        home["phase"] = START  # a pass that is interrupted leaves no estimator
         for batch, joining in work.batches():
-            again = joining or home["phase"] == START
+            again = first or joining
             weights = (
                 torch.ones_like(a[0]) if again else a[batch.bucket],
                 torch.ones_like(b[0]) if joining else b[batch.bucket],
@@ -165,7 +183,7 @@ class StormPlusUnits(AveragingOptimizer):
                 g_parts.append((batch.bucket, batch.process_groups, g_sq))
                 d_parts.append((batch.bucket, batch.process_groups, d_sq))
         g_sq, d_sq, r_sq, start_sq = collect(
-            [g_parts, d_parts, *self._distances(work)], work.process_groups, t
+            [g_parts, d_parts, *unit_passes.distances(work)], work.process_groups, t
         )
         size = torch.tensor(work.sizes).to(t)
         r = self._distance(r_sq / size, start_sq / size)
@@ -180,36 +198,21 @@ class StormPlusUnits(AveragingOptimizer):
             state["joined"] = JOINED
         self._update_average(work)
         self._advance(READY)
-        self._opt_called = True  # what lr_scheduler looks for before it warns
 
     def _learn(self, batch: Batch, a: Tensor, b: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Update d by a (g - d), and s to the root of (1 - b) s^2 + b g^2; |g|^2 and |d|^2."""
-        a, b = (weight.to(batch.ds[0].device, batch.ds[0].dtype) for weight in (a, b))
-        for x, d, g_raw, s in _pieces(batch, "gradient_unit"):
-            g = batch.gradient(x, g_raw)
-            g = torch.zeros_like(d) if g is None else g
-            d.lerp_(g, a)
-            torch.hypot(s * (1 - b).sqrt(), g * b.sqrt(), out=s)  # squares would leave float32
-            yield square_norm(g), square_norm(d)
+        return unit_passes.learn(batch, a, b)
 
     def _move_by(self, batch: Batch, eta: Tensor) -> None:
-        """Move: x <- x - lr eta d / s, where 0/0 is 0."""
-        alpha = (batch.lr * eta).to(batch.ds[0].device, batch.ds[0].dtype)
-        fixed = self._fixed["fixed_gradient"]
-        for x, d, _, s in _pieces(batch, "gradient_unit"):
-            step = d / (s.clamp_min(torch.finfo(s.dtype).tiny) if fixed is None else fixed)
-            if batch.decoupled:
-                step.add_(x, alpha=batch.decoupled)
-            x.sub_((step * alpha).to(x.dtype))
+        unit_passes.move(batch, eta, self._fixed["fixed_gradient"])
 
     def _next_scalars(self, squares: Tensor, work: Work) -> dict[str, Tensor]:
         """Alg. 1, line 3, in units: what the template of the paper asks for."""
-        self._remember_origin(work)
+        unit_passes.remember_origin(work)
         g_sq, d_sq = squares
         size: Tensor = torch.ones_like(g_sq)
         if self._options.norm == "mean":
             size = torch.tensor(work.sizes).to(g_sq)
-        r_sq, start_sq = collect(self._distances(work), work.process_groups, g_sq) / size
+        r_sq, start_sq = collect(unit_passes.distances(work), work.process_groups, g_sq) / size
         r, fixed = self._distance(r_sq, start_sq), self._fixed["fixed_gradient"]
         largest = torch.maximum(self._home["gradient_scale"], (g_sq / size).sqrt())
         s = largest + (largest == 0) if fixed is None else torch.full_like(largest, fixed)
@@ -225,44 +228,14 @@ class StormPlusUnits(AveragingOptimizer):
             "gradient_scale": largest,
         }
 
-    def _remember_origin(self, work: Work) -> None:
-        for batch in work.joining.values():
-            for x, state in zip(batch.xs, batch.states):
-                local(state["origin"]).copy_(x)
-                if "average" in state:
-                    local(state["average"]).copy_(x)
-
-    def _distances(self, work: Work) -> list[list[Part]]:
-        """The parts of |x - x_1|^2, and those of |x_1|^2 of the parameters that join."""
-        moved: list[Part] = []
-        start: list[Part] = []
-        for batch, joining in work.batches():
-            for x, state in zip(batch.xs, batch.states):
-                for x_, origin in blocks(BLOCK, x, local(state["origin"])):
-                    part = square_norm(x_) if joining else square_norm(x_ - origin)
-                    (start if joining else moved).append((batch.bucket, batch.process_groups, part))
-        return [moved, start]
-
     def _distance(self, r_sq: Tensor, start_sq: Tensor) -> Tensor:
         """r, from the mean squares (or squares) of x - x_1 and of x_1 itself."""
         r = self._home["distance"]
         if self._fixed["fixed_distance"] is not None:
             return torch.full_like(r, self._fixed["fixed_distance"])
-        start = FIRST_DISTANCE * (start_sq.sqrt() + (start_sq == 0))
+        start = self.first_distance * (start_sq.sqrt() + (start_sq == 0))
         return torch.maximum(torch.where(r == 0, start, r), r_sq.sqrt())
 
 
 def _positive(value: Any) -> bool:
     return isinstance(value, Real) and 0 < float(value) < math.inf
-
-
-def _pieces(batch: Batch, name: str) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """As `Batch.pieces`, with another buffer beside."""
-    for i, (x, d) in enumerate(zip(batch.xs, batch.ds)):
-        if x.numel() == 0:
-            continue
-        buffer = local(batch.states[i][name])
-        if batch.has_grad:
-            yield from blocks(BLOCK, x, d, batch.gs[i], buffer)  # type: ignore[misc]
-        else:
-            yield from ((x_, d_, None, b_) for x_, d_, b_ in blocks(BLOCK, x, d, buffer))

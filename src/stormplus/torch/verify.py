@@ -11,6 +11,7 @@ from torch import Tensor
 
 from stormplus.torch.norms import accumulator_dtype
 from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch.same_sample import require_pairs
 from stormplus.torch.sharding import local
 from stormplus.torch.work import name_of
 
@@ -30,6 +31,7 @@ def verify_closure(opt: StormOptimizer, closure: Callable[[], Any], *, rtol: flo
     Raises:
         RuntimeError: With the name of the first parameter whose gradients differ.
     """
+    require_pairs(opt, "verify_closure")
     params = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
     before = [p.grad for p in params]
     streams = opt._random_streams()

@@ -15,7 +15,7 @@ from stormplus.torch.kernels import BLOCK, Batch, Foreach, Kernels, Plain
 from stormplus.torch.norms import Groups, accumulator_dtype, blocks, square_norm
 from stormplus.torch.options import Options
 from stormplus.torch.sharding import local, local_gradient, norm_groups
-from stormplus.torch.state import drop_buffers, settle_estimator, settle_scalars
+from stormplus.torch.state import drop_buffers, settle_buffer, settle_scalars
 
 State = dict[str, Any]
 
@@ -41,7 +41,11 @@ class Work:
 
 
 def gather(
-    param_groups: list[dict[str, Any]], states: dict[Tensor, State], home: State, options: Options
+    param_groups: list[dict[str, Any]],
+    states: dict[Tensor, State],
+    home: State,
+    options: Options,
+    buffers: tuple[str, ...] = ("estimator",),
 ) -> Work:
     """Sort the parameters into batches; what cannot be handled is refused before any move."""
     settle_scalars(home, next(p for p, state in states.items() if state is home).device)
@@ -74,7 +78,9 @@ def gather(
         work.active[bucket] = True
         if state["joined"] != JOINED:
             work.newcomers.append(state)
-        x, d = local(p), local(settle_estimator(p, state))
+        for name in buffers:
+            settle_buffer(p, state, name)
+        x, d = local(p), local(state["estimator"])
         table = work.known if state["joined"] == JOINED else work.joining
         key = (i, bucket, process_groups, x.device, x.dtype, d.dtype, g is None)
         if key not in table:
