@@ -71,6 +71,7 @@ def main() -> None:
         f"running statistics moved {counted} times"
     )
     accelerator.print(f"accuracy on rows not trained on: {accuracy:.3f}")
+    accelerator.wait_for_everyone()  # a process that leaves early can leave the others hanging
     accelerator.end_training()
 
 
