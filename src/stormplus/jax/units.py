@@ -66,8 +66,8 @@ def storm_plus_units(
     t^8, which is about the last tenth of the run: see `averaged`. It never influences x.
 
     Args:
-        lr: Multiplies the step, in measured units: 1.0 is meant to need no tuning. A number, or
-            a schedule of the moves made before (0 at the first).
+        lr: Multiplies the step, in measured units. Leave it at 1.0: r grows by the steps, and a
+            smaller factor keeps it small. A number, or a schedule of the moves made before.
         correction: Whether to correct the estimator with a second gradient, as STORM+ does.
         distance: Fixes r, for the whole run. None measures it.
         gradient: Fixes s, for the whole run and every coordinate. None measures it.

@@ -54,8 +54,8 @@ class StormPlusUnits(AveragingOptimizer):
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()`.
-        lr: A factor on the step. 1.0 needs no tuning without a correction; with one, an r that
-            is measured can run away at 1.0. A schedule works as for any optimizer.
+        lr: A factor on the step. Leave it at 1.0: r grows by the steps, and a smaller factor keeps
+            it small. With a correction an r that is measured can run away at 1.0.
         correction: Pay a second gradient a step for the corrected momentum of the paper.
         distance: Fixes r, instead of measuring it from a hundredth of |x_1| on.
         gradient: Fixes s, instead of measuring it.
