@@ -57,7 +57,9 @@ def main() -> None:
     page = FOLDER / "untuned.md"
     content = page.read_text(encoding="utf-8")
     for name, block in blocks.items():
-        content = between(content, name, block)
+        begin, end = statements.markers(name)
+        section = f"{begin}\n\n{block}\n\n{end}"
+        content = statements.replace_section(content, section, str(page), name)
     page.write_text(content, encoding="utf-8")
     draw(bar, study).savefig(
         FOLDER / "figures" / "untuned.png", dpi=130, metadata={"Software": None}
@@ -101,13 +103,6 @@ def diverged(frame: pd.DataFrame) -> str:
     return "Runs that diverged at the default, of 30: " + ", ".join(
         f"{name} {count}" for name, count in bad.items()
     )
-
-
-def between(content: str, name: str, block: str) -> str:
-    """Replace what stands between the markers `<!-- name:begin -->` and `<!-- name:end -->`."""
-    begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
-    before, rest = content.split(begin)
-    return f"{before}{begin}\n\n{block}\n\n{end}{rest.split(end)[1]}"
 
 
 def draw(bar: pd.DataFrame, study: pd.DataFrame) -> Figure:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmark_utils.steppers import AtAverage, OneGradient, TwoGradients
 from benchmark_utils.training import Training
 from stormplus import StormPlusUnits
-from stormplus.rules import Sums, UnitsRule
+from stormplus.rules import Sums, UnitsRule, average_weight
 from stormplus.torch.kernels import Batch
 
 
@@ -69,6 +70,10 @@ class MeasuredSignal(StormPlusUnits):
         super()._move_by(batch, eta * share)
 
 
+class PairAtAverage(AtAverage, TwoGradients):
+    """Two gradients a step, and measured at the average, as the others are."""
+
+
 class MeasuredGain(TwoGradients):
     """Two gradients a step, corrected momentum in the diagonal metric, and a measured gain.
 
@@ -81,6 +86,7 @@ class MeasuredGain(TwoGradients):
     def __init__(self, training: Training) -> None:
         self.x = list(training.model.parameters())
         self.origin = [x.detach().clone() for x in self.x]
+        self.average = [x.detach().clone() for x in self.x]
         self.n = sum(x.numel() for x in self.x)
         self.r = 0.01 * (_square(self.origin) / self.n) ** 0.5 or 0.01
         self.t, self.v, self.innovation, self.drift = 0, 0.0, 0.0, 0.0
@@ -94,7 +100,10 @@ class MeasuredGain(TwoGradients):
             self.d = self._gradient(training, batch)
             self.s_sq = [d * d for d in self.d]
             return
+        before = [buffer.clone() for buffer in training.model.buffers()]
         g_tilde = self._gradient(training, batch)
+        for buffer, old in zip(training.model.buffers(), before):
+            buffer.copy_(old)  # running statistics move once a sample
         with torch.no_grad():
             unit = [s_sq.sqrt() for s_sq in self.s_sq]
             floor = 0.1 * sum(float(s.sum()) for s in unit) / self.n + 1e-30
@@ -115,6 +124,15 @@ class MeasuredGain(TwoGradients):
         self.v = (1 - a) * (self.v + self.drift)
         self.d = [k + (1 - a) * (d - h) for k, d, h in zip(g, self.d, g_tilde)]
         self.s_sq = [s_sq + b * (k * k - s_sq) for s_sq, k in zip(self.s_sq, g)]
+        for average, x in zip(self.average, self.x):
+            average.lerp_(x.detach(), average_weight(self.t))
+
+    def result(self, training: Training) -> nn.Module:
+        model = copy.deepcopy(training.model)
+        with torch.no_grad():
+            for x, average in zip(model.parameters(), self.average):
+                x.copy_(average)
+        return model
 
     def _gradient(self, training: Training, batch: Any) -> list[Tensor]:
         training.gradient(batch)
@@ -130,7 +148,7 @@ def _square(tensors: list[Tensor], metric: list[Tensor] | None = None) -> float:
 
 def _optimizer(make: Callable[..., Any], **options: Any) -> Callable[[Training], Any]:
     def stepper(training: Training) -> Any:
-        kind = TwoGradients if options.get("correction") else AtAverage
+        kind = PairAtAverage if options.get("correction") else AtAverage
         return kind(make(training.model.parameters(), **options))
 
     return stepper
@@ -142,6 +160,6 @@ VARIANTS: dict[str, Callable[[Training], OneGradient]] = {
     "first distance x 10": _optimizer(LargeStart),
     "longer memory of s": _optimizer(LongMemory),
     "step times signal": _optimizer(MeasuredSignal),
-    "corrected, s and r numbers": _optimizer(StormPlusUnits, correction=True, average=False),
+    "corrected, s and r numbers": _optimizer(StormPlusUnits, correction=True),
     "corrected, gain measured": MeasuredGain,
 }

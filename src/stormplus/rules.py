@@ -159,6 +159,9 @@ def make_rule(method: str, **options: float) -> Rule:
 
 # Beyond the paper: the two rules of STORM+ in measured units (docs/untuned.md). r is the
 # distance unit, s the gradient unit; both are numbers that the run has measured.
+FIRST_DISTANCE = 0.01  # r before any move, relative to |x_1|: results hardly depend on it
+MEMORY = 0.01  # the last weight in the mean of g^2: about a hundred gradients
+DEGREE = 8  # of the average: the weight of x_t is about t^8, as in Shamir and Zhang (2013)
 
 
 @dataclass(frozen=True)
@@ -191,6 +194,11 @@ class UnitsRule:
         a = decaying(self.gain, t + 1)
         eta = r * t ** (-1 / 2)
         return Sums(sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq / a)), a, eta
+
+
+def average_weight(t: Scalar) -> Scalar:
+    """The weight of the t-th iterate in the average so far."""
+    return (1 + DEGREE) / (t + DEGREE)
 
 
 def decaying(last: float, t: Scalar) -> Scalar:

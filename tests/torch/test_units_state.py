@@ -1,15 +1,13 @@
 """StormPlusUnits: a copied or resumed run is the run, bit by bit, also at the average."""
 
 import copy
-import io
 import pickle
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoint_ways import through_dcp, through_torch_save
 from problems_for_tests import Network
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, StormPlusUnits
 
@@ -65,23 +63,6 @@ def test_copies_go_on_alike_and_apart(correction, averaged, copied):
     opt.eval()
     twin_opt.eval()
     assert same(values(model), values(twin))
-
-
-def through_torch_save(model, opt, new_model, new_opt, tmp_path):
-    file = io.BytesIO()
-    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
-    file.seek(0)
-    saved = torch.load(file, weights_only=True)
-    new_model.load_state_dict(saved["model"])
-    new_opt.load_state_dict(saved["opt"])
-
-
-def through_dcp(model, opt, new_model, new_opt, tmp_path):
-    weights, state = get_state_dict(model, opt)
-    dcp.save({"model": weights, "opt": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    weights, state = get_state_dict(new_model, new_opt)
-    dcp.load({"model": weights, "opt": state}, checkpoint_id=tmp_path / "dcp", no_dist=True)
-    set_state_dict(new_model, new_opt, model_state_dict=weights, optim_state_dict=state)
 
 
 WAYS = pytest.mark.parametrize("way", [through_torch_save, through_dcp])

@@ -16,7 +16,13 @@ from stormplus.bench.figures import per_cent
 from stormplus.bench.finals import ONE_LR, any_left_out, ends_only
 from stormplus.bench.style import OURS, ordered
 
-BEGIN, END = "<!-- results:begin -->", "<!-- results:end -->"
+
+def markers(name: str) -> tuple[str, str]:
+    """The lines that a section which a command writes stands between."""
+    return f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+
+
+BEGIN, END = markers("results")
 RULES = (
     "Final training loss after equal numbers of gradient evaluations, median over seeds. A win "
     "needs every seed to end below every seed of the rival, and a difference of more than "
@@ -174,19 +180,20 @@ def markdown_table(table: pd.DataFrame, corner: str) -> str:
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
 
 
-def replace_section(text: str, section: str, name: str) -> str:
-    """Put the section in the place of the old one.
+def replace_section(text: str, section: str, name: str, marker: str = "results") -> str:
+    """Put the section, markers included, in the place of the old one.
 
     Raises:
         ValueError: The text does not have each marker once, in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+    begin, end = markers(marker)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
         raise ValueError(
-            f"{name} should have the lines {BEGIN} and {END} once each, in this order: the "
+            f"{name} should have the lines {begin} and {end} once each, in this order: the "
             "results are written between them"
         )
-    before, rest = text.split(BEGIN)
-    return before + section.rstrip("\n") + rest.split(END)[1]
+    before, rest = text.split(begin)
+    return before + section.rstrip("\n") + rest.split(end)[1]
 
 
 def _wrap(text: str, indent: str = "") -> str:

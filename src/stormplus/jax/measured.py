@@ -10,8 +10,7 @@ import jax.numpy as jnp
 
 from stormplus.jax.options import Number, Options, check_number
 from stormplus.jax.trees import Layout, PyTree, estimator_dtype, sums_dtype
-
-_FIRST_DISTANCE = 0.01
+from stormplus.rules import FIRST_DISTANCE, average_weight
 
 
 @dataclass(frozen=True)
@@ -50,8 +49,8 @@ class UnitsOptions(Options):
         """r_0: a hundredth of |x_1|."""
         if self.fixed_distance is not None:
             return jnp.full(layout.shape, self.fixed_distance, sums_dtype())
-        r = _FIRST_DISTANCE * layout.length(layout.wide(layout.x), self.length)
-        return jnp.where(r == 0, _FIRST_DISTANCE, r)  # zeros tell no scale: as if |x_1| were 1
+        r = FIRST_DISTANCE * layout.length(layout.wide(layout.x), self.length)
+        return jnp.where(r == 0, FIRST_DISTANCE, r)  # zeros tell no scale: as if |x_1| were 1
 
     def next_distance(
         self, layout: Layout, r: jax.Array, x: list[jax.Array], origin: PyTree
@@ -82,7 +81,7 @@ class UnitsOptions(Options):
         """The mean of the points with weights that grow like t^8: the last tenth, about."""
         if average is None:
             return None
-        weight = layout.each(jnp.broadcast_to(9 / (t + 8), layout.shape))
+        weight = layout.each(jnp.broadcast_to(average_weight(t), layout.shape))
         pairs = zip(jax.tree.leaves(average), map(_rounded, x_new), weight)
         return layout.with_holes(m + w * (x_i - m) for m, x_i, w in pairs)
 

@@ -50,18 +50,7 @@ def storm_plus(
         gradient_transform: A stateless optax transformation such as clipping, applied to
             both gradients of the optimised leaves, before the weight decay.
     """
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        norm=norm,
-        scope=scope,
-        groups=groups,
-        mask=mask,
-        gradient_transform=gradient_transform,
-    )
-    return transformation(StormPlusRule(), options)
+    return transformation(StormPlusRule(), Options.of(locals()))
 
 
 def simplified_storm_plus(
@@ -77,18 +66,7 @@ def simplified_storm_plus(
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        norm=norm,
-        scope=scope,
-        groups=groups,
-        mask=mask,
-        gradient_transform=gradient_transform,
-    )
-    return transformation(SimplifiedStormPlusRule(), options)
+    return transformation(SimplifiedStormPlusRule(), Options.of(locals()))
 
 
 def storm(
@@ -113,18 +91,9 @@ def storm(
     factor of the gain, `smoothness` the L of the objective, all positive. The other
     arguments are `storm_plus`'s.
     """
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        norm=norm,
-        scope=scope,
-        groups=groups,
-        mask=mask,
-        gradient_transform=gradient_transform,
+    return transformation(
+        _storm_rule(theta=theta, w=w, c=c, smoothness=smoothness), Options.of(locals())
     )
-    return transformation(_storm_rule(theta=theta, w=w, c=c, smoothness=smoothness), options)
 
 
 class _TraceableStormRule(StormRule):

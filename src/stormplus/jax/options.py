@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, TypeAlias
+from typing import Any, Self, TypeAlias
 
 import jax
 import optax  # type: ignore[import-untyped, unused-ignore]
@@ -56,6 +56,11 @@ class Options:
                 "gradient_transform must be an optax transformation without state, such as "
                 f"optax.clip_by_global_norm(1.0), got {tx!r}"
             )
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> Self:
+        """From the arguments of a public function: its `locals()`, before it has any other."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def layout(self, params: PyTree) -> Layout:
         return Layout(params, mask=self.mask, scope=self.scope, groups=self.groups)

@@ -11,9 +11,7 @@ import optax  # type: ignore[import-untyped, unused-ignore]
 from stormplus.jax.measured import UnitsOptions
 from stormplus.jax.template import all_finite
 from stormplus.jax.trees import Layout, PyTree, estimator_dtype, sums_dtype
-from stormplus.rules import Sums, UnitsRule, decaying
-
-_GRADIENT_UNIT_GAIN = 0.01  # s is the root mean square of the last hundred gradients, about
+from stormplus.rules import MEMORY, Sums, UnitsRule, decaying
 
 
 class UnitsState(NamedTuple):
@@ -131,7 +129,7 @@ def _gradient_units(
 ) -> list[Any]:
     if options.fixed_gradient is not None:
         return [jnp.asarray(options.fixed_gradient, g_i.dtype) for g_i in g]
-    b = decaying(_GRADIENT_UNIT_GAIN, t)
+    b = decaying(MEMORY, t)
     # The root is stored, not the square: 1e-20 and 1e20 have none in float32.
     old, new = (layout.each(jnp.broadcast_to(w, layout.shape)) for w in (1 - b, b))
     pairs = zip(s, g, old, new)

@@ -83,21 +83,8 @@ def storm_plus_units(
         mask: As in `storm_plus`.
         gradient_transform: As in `storm_plus`; without correction a chain does the same.
     """
-    options = UnitsOptions(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        norm=norm,
-        scope=scope,
-        groups=groups,
-        mask=mask,
-        gradient_transform=gradient_transform,
-        correction=correction,
-        fixed_distance=distance,
-        fixed_gradient=gradient,
-        average=average,
-    )
+    fixed = {"fixed_distance": distance, "fixed_gradient": gradient}
+    options = UnitsOptions.of(locals() | fixed)
     if correction:
         return transformation(CorrectedUnitsRule(), options, MeasuredUnits(options))
     return uncorrected(UnitsRule(), options)

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from stormplus.rules import average_weight
 from stormplus.torch.kernels import BLOCK
 from stormplus.torch.norms import blocks
 from stormplus.torch.optimizer import StormOptimizer
 from stormplus.torch.sharding import local
 from stormplus.torch.work import JOINED, Work
-
-# The weight of x_t is about t^8, as in the polynomial averaging of Shamir and Zhang (2013).
-DEGREE = 8
 
 
 class AveragingOptimizer(StormOptimizer):
@@ -62,7 +58,7 @@ class AveragingOptimizer(StormOptimizer):
 
     @torch.no_grad()
     def _update_average(self, work: Work) -> None:
-        weight: Any = (1 + DEGREE) / (self._home["step"] + DEGREE)
+        weight = average_weight(self._home["step"])
         for batch, _ in work.batches():
             for x, state in zip(batch.xs, batch.states):
                 if "average" in state:

@@ -231,14 +231,25 @@ class StormOptimizer(RememberingOptimizer):
             # Beyond the paper: the recipe of the authors' published code.
             size = torch.tensor(work.sizes).to(g_sq, non_blocking=True)
         t = self._home["step"] + 1
-        sums, a, eta = self.rule(states.get_sums(self._home), g_sq / size, d_sq / size, t)
-        return states.set_sums(sums) | {
-            "step": t,
-            "gain": a,
-            "step_size": eta,
-            "grad_norm_sq": g_sq,
-            "estimator_norm_sq": d_sq,
-        }
+        units, measured = self._measure_units(work, g_sq / size, size)
+        sums, a, eta = self.rule(states.get_sums(self._home), g_sq / size, d_sq / size, t, *units)
+        return (
+            states.set_sums(sums)
+            | measured
+            | {
+                "step": t,
+                "gain": a,
+                "step_size": eta,
+                "grad_norm_sq": g_sq,
+                "estimator_norm_sq": d_sq,
+            }
+        )
+
+    def _measure_units(
+        self, work: Work, g_sq: Tensor, size: Tensor | int
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """What the rule is told beside the sums, and what is remembered of it: nothing."""
+        return (), {}
 
 
 def takes_pairs(opt: object) -> bool:

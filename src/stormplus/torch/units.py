@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 
-from stormplus.rules import CorrectedUnitsRule, UnitsRule, decaying
+from stormplus.rules import FIRST_DISTANCE, MEMORY, CorrectedUnitsRule, UnitsRule, decaying
 from stormplus.torch import state as states
 from stormplus.torch import unit_passes
 from stormplus.torch.averaging import AveragingOptimizer
@@ -23,9 +23,6 @@ from stormplus.torch.kernels import Batch
 from stormplus.torch.memory import READY, START
 from stormplus.torch.norms import Part, collect
 from stormplus.torch.work import JOINED, Work, blame
-
-FIRST_DISTANCE = 0.01  # r before any move, relative to |x_1|: results hardly depend on it
-MEMORY = 0.01  # the last weight in the mean of g^2: about a hundred gradients
 
 _OF_A_PAIR = ("norm", "foreach", "fused", "replay_rng", "max_move")
 
@@ -205,28 +202,16 @@ class StormPlusUnits(AveragingOptimizer):
     def _move_by(self, batch: Batch, eta: Tensor) -> None:
         unit_passes.move(batch, eta, self._fixed["fixed_gradient"])
 
-    def _next_scalars(self, squares: Tensor, work: Work) -> dict[str, Tensor]:
-        """Alg. 1, line 3, in units: what the template of the paper asks for."""
+    def _measure_units(
+        self, work: Work, g_sq: Tensor, size: Tensor | int
+    ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """The numbers r and s, for the paper's template."""
         unit_passes.remember_origin(work)
-        g_sq, d_sq = squares
-        size: Tensor = torch.ones_like(g_sq)
-        if self._options.norm == "mean":
-            size = torch.tensor(work.sizes).to(g_sq)
         r_sq, start_sq = collect(unit_passes.distances(work), work.process_groups, g_sq) / size
         r, fixed = self._distance(r_sq, start_sq), self._fixed["fixed_gradient"]
-        largest = torch.maximum(self._home["gradient_scale"], (g_sq / size).sqrt())
+        largest = torch.maximum(self._home["gradient_scale"], g_sq.sqrt())
         s = largest + (largest == 0) if fixed is None else torch.full_like(largest, fixed)
-        t = self._home["step"] + 1
-        sums, a, eta = self.rule(states.get_sums(self._home), g_sq / size, d_sq / size, t, r, s)  # type: ignore[call-arg]
-        return states.set_sums(sums) | {
-            "step": t,
-            "gain": a,
-            "step_size": eta,
-            "grad_norm_sq": g_sq,
-            "estimator_norm_sq": d_sq,
-            "distance": r,
-            "gradient_scale": largest,
-        }
+        return (r, s), {"distance": r, "gradient_scale": largest}
 
     def _distance(self, r_sq: Tensor, start_sq: Tensor) -> Tensor:
         """r, from the mean squares (or squares) of x - x_1 and of x_1 itself."""
