@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_LONG := $(VENV)/.ready-long
 
-.PHONY: demo test test-long test-all lint format docs report untuned paper bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all lint format docs report untuned paper paper-page bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -60,6 +60,9 @@ untuned: $(READY)  ## the study's tables and figure, from the committed rows
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2
+
+paper-page: $(READY)  ## its page's tables and figures, from the committed rows
+	$(BIN)/python benchmark/paper_page.py
 
 bench-step: $(READY)  ## time the optimizer's own work against torch.optim
 	$(BIN)/python benchmark/bench_step.py

@@ -56,6 +56,7 @@ class Objective(BaseObjective):
 
     def save_final_results(self, training: Any, run: dict[str, Any]) -> None:
         """Append the whole run to the journal, if there is one: an interruption loses nothing."""
+        training.require_whole()
         if os.environ.get(JOURNAL):
             rows.append(os.environ[JOURNAL], run_line(self.workload, training, run, self.seed))
 

@@ -8,6 +8,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import torch
+
 PACKAGES = (
     "stormplus",
     "torch",
@@ -36,7 +38,7 @@ def run_line(workload: Any, training: Any, run: dict[str, Any], seed: int) -> di
             name: [_short(value) for value in values] for name, values in training.curve.items()
         },
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
-        "machine": machine(),
+        "machine": machine(workload.device),
     }
 
 
@@ -53,11 +55,13 @@ def _version(name: str) -> str | None:
         return None
 
 
-def machine() -> str:
-    """Processor and operating system, without any name of the host."""
+def machine(device: str = "cpu") -> str:
+    """Processor, accelerator if it is used, and operating system; no name of the host."""
     info = Path("/proc/cpuinfo")
     processor = platform.processor() or platform.machine()
     if info.exists():
         models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
         processor = models[0].split(":", 1)[1].strip() if models else processor
+    if device == "cuda":
+        processor += f", {torch.cuda.get_device_name()}"
     return f"{processor}, {platform.system()}, Python {platform.python_version()}"

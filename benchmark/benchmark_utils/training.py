@@ -73,6 +73,15 @@ class Training:
         self.seconds += time.perf_counter() - start
         self.peak_memory_mb = max(self.peak_memory_mb, peak_memory_mb())
 
+    def require_whole(self) -> None:
+        """Raise if the run was stopped from outside: it must not pass for a result."""
+        budget = self.workload.budget
+        if self.status == "done" and self.evaluations + self.stepper.price <= budget:
+            raise RuntimeError(
+                f"stopped at {self.evaluations} of {budget} gradient evaluations: give benchopt "
+                "--no-timeout, or use `stormplus compare`, which does"
+            )
+
     def record(self) -> dict[str, float]:
         """Measure the point that the method would give its user, and add it to the curve."""
         point = dict.fromkeys(CURVE, math.nan)

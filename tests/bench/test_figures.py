@@ -241,3 +241,15 @@ def test_inline_svg_has_a_text_for_those_who_cannot_see_it(frame):
     assert text.startswith("<svg")
     assert 'role="img" aria-label="a &quot;b&quot; &lt;c&gt;"' in text
     assert ' width="' not in text.split(">")[0]
+
+
+def test_without_a_gradient_norm_or_a_second_seed_the_sensitivity_claims_neither(tmp_path):
+    runs = [make_run([2, 1], lr=lr, default=False) for lr in (0.1, 1.0)]
+    for run in runs:
+        run["curve"]["grad_norm"] = [None, None]
+    figure = figures.sensitivity(frame_of(tmp_path, runs), "w")
+    assert len(figure.axes) == 1
+    assert figure.legends[0].get_title().get_text() == ""
+    both = figures.sensitivity(frame_of(tmp_path / "both", hand_made()), "a")
+    assert len(both.axes) == 2
+    assert "median over seeds" in both.legends[0].get_title().get_text()

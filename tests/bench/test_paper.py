@@ -1,67 +1,27 @@
 """The paper's experiment: what is run next, what is said of it, and the files it writes."""
 
+import importlib.util
 import json
 import os
 import subprocess
 import sys
+from io import StringIO
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 pytest.importorskip("benchopt")
 
-from stormplus.bench import rows
-from stormplus.bench.paper_claims import claims, with_epochs
+from paper_rows import SCALE, TWO_GRADIENTS, journal_of, long_frame, run, sweep_runs
+
+from stormplus.bench import paper_command, rows
 from stormplus.bench.paper_command import paper
-from stormplus.bench.paper_plan import SCALES, SOLVERS, TWO_GRADIENTS, Scale, extension, long_runs
-from stormplus.bench.paper_report import write
-
-SCALE = Scale(1000, 20, 1000, 40, rates=(0.01, 0.1, 1.0))
-
-
-def run(workload, method, lr, losses, accuracies=None, price=1):
-    points = len(losses)
-    evaluations = [20 * k for k in range(points)]
-    accuracies = accuracies or [0.1 + 0.1 * k for k in range(points)]
-    return {
-        "workload": workload,
-        "method": method,
-        "lr": lr,
-        "default": False,
-        "seed": 0,
-        "status": "diverged" if losses[-1] is None else "done",
-        "budget": evaluations[-1],
-        "batch_size": 100,
-        "peak_memory_mb": 1.0,
-        "state_mb": 1.0,
-        "curve": {
-            "evaluations": evaluations,
-            "samples": [e // price for e in evaluations],
-            "seconds": evaluations,
-            "train_loss": losses,
-            "valid_loss": losses,
-            "train_accuracy": accuracies,
-            "valid_accuracy": accuracies,
-            "grad_norm": [None] * points,
-        },
-        "versions": {"stormplus": "0.1.0", "torch": "2.13.0"},
-        "machine": "a machine",
-    }
-
-
-def journal_of(path, runs):
-    for one in runs:
-        rows.append(path, one)
-    return path
-
-
-def sweep_runs(best):
-    """Every method at every rate; loss 1 at its best rate and 2 elsewhere."""
-    return [
-        run(SCALE.sweep_name, m, lr, [3.0, 1.0 if lr == best[m] else 2.0])
-        for m in SOLVERS
-        for lr in SCALE.rates
-    ]
+from stormplus.bench.paper_figure import figure
+from stormplus.bench.paper_plan import SCALES, SOLVERS, Scale, extension, long_runs
+from stormplus.bench.paper_report import report, write
+from stormplus.bench.plan import Plan
 
 
 def test_a_best_rate_inside_its_range_extends_nothing(tmp_path):
@@ -88,80 +48,16 @@ def test_a_best_rate_at_an_end_extends_that_end_and_only_so_often(tmp_path):
     assert [next(iter(s)) for s in again["solver"]] == ["storm-plus"]
 
 
+def test_rates_beyond_the_range_have_three_digits_and_no_rounding_on_top(tmp_path):
+    wide = Scale(1000, 20, 1000, 40, rates=(0.000316, 0.001))
+    runs = [run(wide.sweep_name, "Adam", lr, [3.0, lr]) for lr in wide.rates]
+    more = extension(wide, rows.load(journal_of(tmp_path / "r", runs)))
+    assert more["solver"] == [{"adam": {"lr": [0.0001]}}]  # not 0.0000999
+
+
 def test_a_method_that_always_diverges_does_not_extend(tmp_path):
     runs = [run(SCALE.sweep_name, "Adam", lr, [3.0, None]) for lr in SCALE.rates]
     assert extension(SCALE, rows.load(journal_of(tmp_path / "r", runs))) is None
-
-
-def long_frame(tmp_path, losses, accuracies):
-    runs = [
-        run(SCALE.long_name, m, 0.1, losses[m], accuracies[m], 2 if m in TWO_GRADIENTS else 1)
-        for m in SOLVERS
-    ]
-    return with_epochs(rows.load(journal_of(tmp_path / "l", runs)), SCALE.images)
-
-
-def test_the_claims_are_read_off_the_rows(tmp_path):
-    # STORM and STORM+ lead in training loss, Adam in every accuracy; nobody wanders at the end.
-    losses = {m: [3.0, 1.0, 1.0, 1.0] for m in SOLVERS}
-    losses |= {m: [3.0, 0.5, 0.5, 0.5] for m in TWO_GRADIENTS}
-    losses |= {"AdaGrad": [3.0, 0.8, 0.8, 0.8]}
-    accuracies = {m: [0.1, 0.6, 0.6, 0.6] for m in SOLVERS}
-    accuracies |= {m: [0.1, 0.61, 0.61, 0.61] for m in TWO_GRADIENTS}
-    accuracies |= {"Adam": [0.1, 0.62, 0.62, 0.62]}
-    found = claims(long_frame(tmp_path, losses, accuracies), "evaluations")
-    # Close: yes. Ahead in training: not in accuracy, Adam has 0.62. Adam and SGD behind: the
-    # same. Adam generalises best: yes; followed by ours, 0.61 against 0.6: yes. Comparable with
-    # the adaptive methods: their losses are 0.8 and 1, beyond a tenth of 0.5.
-    assert [c.verdict for c in found] == [
-        *("seen", "not seen", "not seen", "seen", "seen", "not seen")
-    ]
-    assert "train loss: AdaGrad 0.800, Adam 1.000" in found[1].numbers
-    assert "STORM+ mean" not in found[1].numbers
-
-
-def test_each_form_of_ours_is_judged_by_itself(tmp_path):
-    losses = {m: [3.0, 1.0, 1.0, 1.0] for m in SOLVERS} | {"STORM+": [3.0, 2.0, 2.0, 2.0]}
-    frame = long_frame(tmp_path, losses, {m: [0.1, 0.5, 0.5, 0.5] for m in SOLVERS})
-    assert claims(frame, "evaluations", "STORM+")[0].verdict == "not seen"
-    assert claims(frame, "evaluations", "STORM+ mean")[0].verdict == "seen"
-
-
-def test_a_gap_within_the_wander_is_inconclusive(tmp_path):
-    losses = {m: [3.0, 1.0, 1.4, 1.2] for m in SOLVERS} | {"STORM+": [3.0, 1.0, 1.4, 1.15]}
-    frame = long_frame(tmp_path, losses, {m: [0.1, 0.5, 0.6, 0.55] for m in SOLVERS})
-    verdicts = [c.verdict for c in claims(frame, "evaluations")]
-    assert verdicts == ["inconclusive"] * 6
-
-
-def test_a_run_that_diverges_is_last_and_holds_nobody_back(tmp_path):
-    losses = {m: [3.0, 0.5, 0.5, 0.5] for m in SOLVERS} | {"SGD momentum": [3.0, None]}
-    accuracies = {m: [0.1, 0.6, 0.6, 0.6] for m in SOLVERS} | {"SGD momentum": [0.1, None]}
-    frame = long_frame(tmp_path, losses, accuracies)
-    found = claims(frame, "evaluations")
-    assert "Adam 0.500" in found[1].numbers
-    assert "SGD momentum inf" in found[1].numbers
-    assert found[0].verdict == "seen"
-
-
-def test_equal_epochs_gives_two_gradient_methods_twice_the_evaluations(tmp_path):
-    # At equal evaluations Adam ends at 1; where STORM+ has seen as many samples, Adam was in
-    # the middle between 3 and 2: samples 0, 20, 40, 60 against 0, 10, 20, 30.
-    losses = {m: [4.0, 3.0, 2.0, 1.0] for m in SOLVERS}
-    frame = long_frame(tmp_path, losses, {m: [0.1] * 4 for m in SOLVERS})
-    assert "Adam 1.000" in claims(frame, "evaluations")[1].numbers
-    assert "Adam 2.500" in claims(frame, "epoch")[1].numbers
-    assert "STORM+ 1.000" in claims(frame, "epoch")[1].numbers
-
-
-def test_ending_one_evaluation_early_is_no_advantage(tmp_path):
-    # Two gradients a step end at 59 of 60: everyone is read at 59, on the line from 2 to 1.
-    frame = long_frame(
-        tmp_path, {m: [4.0, 3.0, 2.0, 1.0] for m in SOLVERS}, {m: [0.1] * 4 for m in SOLVERS}
-    )
-    two = frame["method"].isin(TWO_GRADIENTS) & (frame["evaluations"] > 0)
-    frame.loc[two, "evaluations"] -= 1
-    assert "Adam 1.050" in claims(frame, "evaluations")[1].numbers
 
 
 def test_the_files_are_written_from_the_rows(tmp_path):
@@ -174,13 +70,52 @@ def test_the_files_are_written_from_the_rows(tmp_path):
         price = 2 if m in TWO_GRADIENTS else 1
         rows.append(journal, run(SCALE.long_name, m, 0.1, [3.0, 2.0, 1.0], price=price))
     assert [f.name for f in write(journal, SCALE, tmp_path)] == [
-        "paper.png",
         "sweep.png",
+        "paper.png",
         "paper.md",
     ]
     text = (tmp_path / "paper.md").read_text()
     assert "| STORM+ | 0.1 | 2.00 | 40 | 1.000" in text  # 20 samples of 100 in 1000 images
     assert text.count("STORM and STORM+ are quite close") == 4  # two axes, two forms of ours
+
+
+def test_the_sweep_says_who_diverged_and_writes_large_numbers_short(tmp_path):
+    runs = sweep_runs(dict.fromkeys(SOLVERS, 0.1))
+    runs += [
+        run(SCALE.sweep_name, "Adam", 1.0, [3.0, None]),
+        run(SCALE.sweep_name, "AdaGrad", 1.0, [3.0, 24456207.0]),
+    ]
+    _, text = report(rows.load(journal_of(tmp_path / "r", runs)), SCALE)
+    assert "| Adam | 2.000 | **1.000** | diverged |" in text
+    assert "| AdaGrad | 2.000 | **1.000** | 2.4e+07 |" in text
+
+
+def test_a_transient_does_not_press_the_curves_into_one_line(tmp_path):
+    losses = {m: [2.0, 1.5, 1.0] for m in SOLVERS} | {"STORM+ mean": [2.0, 15000.0, 1.0]}
+    frame = long_frame(tmp_path, losses, {m: [0.1, 0.2, 0.3] for m in SOLVERS})
+    drawn = figure(frame, dict.fromkeys(SOLVERS, 0.1))
+    loss, _, accuracy, _ = drawn.axes[:4]
+    assert loss.get_ylim()[1] == 3.0  # 1.5 times the first one
+    assert loss.get_ylim()[0] < 1.0
+    assert accuracy.get_ylim()[1] < 0.5
+    assert "1.5 times the first" in drawn.legends[0].get_title().get_text()
+
+
+def test_a_line_cut_in_the_last_stage_is_run_again_and_not_in_the_way(tmp_path, monkeypatch):
+    journal = journal_of(tmp_path / "rows.jsonl", sweep_runs(dict.fromkeys(SOLVERS, 0.1)))
+    for m in SOLVERS:
+        rows.append(journal, run(SCALE.long_name, m, 0.1, [3.0, 2.0, 1.0]))
+    journal.write_bytes(journal.read_bytes()[:-40])
+    stages = []
+    monkeypatch.setattr(
+        paper_command, "make_plan", lambda config, _threads: Plan(config, [], {}, {"w": 60})
+    )
+    monkeypatch.setattr(paper_command, "execute", lambda plan, *_, **__: stages.append(plan.config))
+    output = StringIO()
+    paper_command.run_stages(SCALE, journal, 1, 1, Console(file=output))
+    assert len(stages) == 2
+    # The one that was cut: 40 evaluations of a minute.
+    assert "then the long runs: 40.0 minutes" in output.getvalue()
 
 
 def test_without_the_data_the_reason_is_given(tmp_path, monkeypatch):
@@ -215,3 +150,20 @@ def test_the_smallest_scale_runs_resnet34_and_resumes(tmp_path):
     again = subprocess.run(command, capture_output=True, text=True, check=False)
     assert again.returncode == 0
     assert "projected: 0.0 minutes for the other 0" in again.stdout
+
+
+@pytest.mark.long
+def test_the_page_says_what_the_rows_say(tmp_path, monkeypatch):
+    """The committed tables are those that `make paper-page` writes."""
+    root = Path(__file__).parents[2]
+    spec = importlib.util.spec_from_file_location("page", root / "benchmark" / "paper_page.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    page = (root / "docs" / "paper-experiment.md").read_text()
+    (tmp_path / "figures").mkdir()
+    (tmp_path / "paper-experiment.md").write_text(page)
+    monkeypatch.setattr(module, "FOLDER", tmp_path)
+    monkeypatch.setattr(module, "ROWS", root / module.ROWS)
+    module.main()
+    assert (tmp_path / "paper-experiment.md").read_text() == page
+    assert {f.name for f in (tmp_path / "figures").iterdir()} == set(module.FIGURES.values())

@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +15,7 @@ from bench_reports import README, call, finished, write_rows
 from bench_rows import frame_of, make_run, swept
 
 from stormplus.bench import rows, statements
+from stormplus.bench.report_command import read
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +98,23 @@ def test_only_methods_that_ran_every_workload_have_a_place(tmp_path):
     table = statements.score_table(frame)
     assert list(table["place"]) == ["1", "2", ""]
     assert table.iloc[2]["cost of not tuning, %"] == "0 (1 of 2 workloads)"
+    assert table.iloc[2]["profile score, default"] == "0.50 (1 of 2 workloads)"
+
+
+def test_a_target_that_nobody_reaches_bounds_the_scores(tmp_path):
+    # The target of b is what Adam at 0.1 has after half of the budget; no default gets there.
+    runs = [make_run([4, 2, 1, 1, 1], workload=w, method=m) for w in "ab" for m in ("SGD", "Adam")]
+    frame = frame_of(tmp_path, runs)
+    assert statements.ceiling(frame) == ""
+    tuned = make_run([4, 2, 0.5, 0.5, 0.5], workload="b", method="Adam", lr=0.2, default=False)
+    frame = frame_of(tmp_path / "b", [*runs, tuned])
+    expected = (
+        "At the default lr no method reaches the target of b: no profile score there can be "
+        "above 0.50."
+    )
+    assert statements.ceiling(frame) == expected
+    text = statements.markdown_section(statements.summary(frame), "figures", "make")
+    assert expected in text.replace("\n", " ")
 
 
 def test_two_budgets_of_one_workload_are_refused(tmp_path):
@@ -227,3 +246,15 @@ def test_the_picture_of_the_readme_can_be_kept_elsewhere(tmp_path):
     shown = re.findall(r"\]\(docs/figures/(.*?)\)", readme.read_text())
     assert {file.name for file in keep.iterdir()} == set(shown)
     assert "--keep" in readme.read_text()
+
+
+@pytest.mark.long
+def test_the_readme_says_what_the_committed_rows_say():
+    """`make report` would change nothing."""
+    root = Path(__file__).parents[2]
+    readme = (root / "README.md").read_text()
+    section = statements.BEGIN + readme.split(statements.BEGIN)[1].split(statements.END)[0]
+    command = re.search(r"`(stormplus report .*?)`", " ".join(section.split()))[1]
+    frame = read(tuple(root / name for name in command.split() if name.endswith(".jsonl.gz")))
+    again = statements.markdown_section(statements.summary(frame), "docs/figures", command)
+    assert again.split(statements.END)[0] == section

@@ -97,6 +97,19 @@ def test_ours_is_the_loop_of_the_readme_and_costs_two(make):
     assert same(run.model, model)
 
 
+def test_a_run_that_was_stopped_from_outside_is_no_result():
+    from benchmark_utils.steppers import TwoGradients
+
+    run = training(digits(), lambda t: TwoGradients(StormPlus(t.model.parameters())))
+    run.advance(20)  # of 40
+    with pytest.raises(RuntimeError, match=r"stopped at 19 of 40 .* --no-timeout"):
+        run.require_whole()
+    run.advance(40)
+    run.require_whole()  # 39: a step more would overspend
+    run.evaluations, run.status = 19, "diverged"
+    run.require_whole()  # diverged is a result
+
+
 def test_mars_is_its_papers_recursion_with_an_explicit_previous_iterate():
     from benchmark_utils.variance_reduction import Mars
 

@@ -55,6 +55,7 @@ def make_run(
 
 
 def frame_of(tmp_path: Path, runs: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    tmp_path.mkdir(exist_ok=True)
     path = tmp_path / "rows.jsonl"
     for run in runs:
         rows.append(path, run)

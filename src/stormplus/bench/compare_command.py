@@ -8,11 +8,11 @@ import click
 from rich.console import Console
 
 from stormplus.bench import rows
-from stormplus.bench.engine import RunsFailed, execute
-from stormplus.bench.plan import BadSuite, Plan, make_plan, read_suite, suites
+from stormplus.bench.engine import execute
+from stormplus.bench.plan import Plan, make_plan, read_suite, suites
+from stormplus.bench.running import EXIT_CODES, JOBS, THREADS, announce, explained
 
-AT_LEAST_ONE = click.IntRange(min=1)
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   stormplus compare                         two embedded workloads, about a minute
   stormplus compare --list                  the suites and what they hold
@@ -21,16 +21,16 @@ Examples:
   stormplus compare smooth --parallel-config benchmark/parallel/dask.yml
 
 Each finished run is a line in DIR/rows.jsonl. Interrupt at will: the same command goes on
-where it was left. `stormplus report DIR/rows.jsonl` makes the page."""
+where it was left. `stormplus report DIR/rows.jsonl` makes the page.
+
+{EXIT_CODES}"""
 
 
 @click.command(epilog=EXAMPLES)
 @click.argument("suite", default="quick")
 @click.option("--output", metavar="DIR", help="Where rows and pictures go.  [out/SUITE]")
-@click.option("--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs side by side.")
-@click.option(
-    "--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads of each run."
-)
+@JOBS
+@THREADS
 @click.option(
     "--parallel-config",
     type=click.Path(exists=True, dir_okay=False, path_type=Path),
@@ -58,48 +58,26 @@ def compare(  # noqa: PLR0917
         return
     folder = Path(output or f"out/{Path(suite).stem}")
     journal = folder / "rows.jsonl"
-    try:
+    with explained(journal, console):
         plan = make_plan(read_suite(suite), threads)
-        announce(plan, journal, jobs, console)
+        announce(plan, journal, None if parallel_config else jobs, console)
         if dry_run:
             return
         if not plan.runs:
             raise ValueError("nothing to run: see the reasons above")
         execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
-    except KeyboardInterrupt:
-        console.print(
-            f"\nstopped; what is done is in {journal}: the same command goes on", soft_wrap=True
-        )
-        raise SystemExit(130) from None
-    except (BadSuite, RunsFailed, ValueError, OSError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error
-    show(journal, plan, folder, console)
-
-
-def announce(plan: Plan, journal: Path, jobs: int, console: Console) -> None:
-    """Print what is skipped, how many runs there are, and the projected time."""
-    for what, reason in plan.skipped.items():
-        console.print(f"skipped {what}: {reason}", highlight=False, markup=False, soft_wrap=True)
-    left = plan.left(rows.keys(journal))
-    minutes = plan.projected(left, jobs) / 60
-    console.print(
-        f"{len(plan.runs)} runs, {len(plan.runs) - len(left)} of them already in {journal}; "
-        f"projected: {minutes:.1f} minutes for the other {len(left)}, {jobs} at a time "
-        "(measuring comes on top)",
-        highlight=False,
-        soft_wrap=True,
-    )
+        show(journal, plan, folder, console)
 
 
 def show(journal: Path, plan: Plan, folder: Path, console: Console) -> None:
-    """The final losses as a table, the curves as a picture."""
+    """The results as a table, the curves as a picture."""
     from stormplus.bench.figures import curves_grid
-    from stormplus.bench.summary import final_table
+    from stormplus.bench.summary import table_of
 
     wanted = {run.workload for run in plan.runs}
-    frame = rows.load(journal)
+    frame = rows.load(journal, on_cut="drop")
     frame = frame[frame["workload"].isin(wanted)]
-    console.print(final_table(frame))
+    console.print(table_of(frame))
     picture = folder / "curves.png"
     # A suite without any default shows each method at its best instead.
     curves_grid(frame, best_lr=not frame["default"].any()).savefig(picture, dpi=150)

@@ -15,12 +15,13 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus.bench import rows
 from stormplus.bench.plan import KEYS, Plan, Run, benchmark_folder
@@ -65,7 +66,9 @@ def execute(
     with _alone(journal) as lock, _interruptible():
         while left:
             command = _command(jobs, parallel_config)
-            _pass(plan, left, journal, console, command, _environment(journal, threads), lock)
+            workers = 1 if parallel_config else jobs  # as far as it is known
+            environment = _environment(journal, threads)
+            _pass(plan, left, journal, console, command, environment, lock, workers)
             missing = plan.left(rows.keys(journal))
             # A worker that dies takes benchopt down with it: go on as long as rows are added.
             if len(missing) == len(left):
@@ -133,6 +136,7 @@ def _pass(  # noqa: PLR0917
     command: list[str],
     environment: dict[str, str],
     lock: int,
+    workers: int,
 ) -> None:
     """One benchopt process; what it prints goes to the log beside the journal."""
     with tempfile.TemporaryDirectory() as scratch, _log(journal).open("w") as output:
@@ -147,7 +151,7 @@ def _pass(  # noqa: PLR0917
             start_new_session=True,  # Ctrl-C reaches it through us, once
         )
         try:
-            _watch(child, plan, left, journal, console)
+            _watch(child, plan, left, journal, console, workers)
         finally:
             _stop(child)
 
@@ -166,8 +170,13 @@ def _environment(journal: Path, threads: int) -> dict[str, str]:
     }
 
 
-def _watch(
-    child: subprocess.Popen[bytes], plan: Plan, left: list[Run], journal: Path, console: Console
+def _watch(  # noqa: PLR0917
+    child: subprocess.Popen[bytes],
+    plan: Plan,
+    left: list[Run],
+    journal: Path,
+    console: Console,
+    workers: int,
 ) -> None:
     """Show the share of the work that is done, by the projected price of each run."""
     wanted = {run.key: plan.seconds[run.workload] * run.budget for run in left}
@@ -176,11 +185,12 @@ def _watch(
         BarColumn(),
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
-        TextColumn("left"),
-        TimeRemainingColumn(elapsed_when_finished=False),
+        TextColumn("left {task.fields[left]}"),
     )
+    total, finished = sum(wanted.values()), 0.0
+    start = changed = time.monotonic()
     with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=sum(wanted.values()), done=0, total_runs=len(left))
+        task = progress.add_task("", total=total, done=0, total_runs=len(left), left="")
         size = -1
         while True:
             ended = child.poll() is not None
@@ -188,7 +198,12 @@ def _watch(
             if now != size:
                 size = now
                 done = rows.keys(journal) & wanted.keys()
-                progress.update(task, completed=sum(wanted[k] for k in done), done=len(done))
+                finished, changed = sum(wanted[k] for k in done), time.monotonic()
+                progress.update(task, completed=finished, done=len(done))
+            # The projection, until a run has ended and tells the real pace.
+            pace = finished / (changed - start) if finished else workers
+            seconds = (total - finished) / pace - (time.monotonic() - changed)
+            progress.update(task, left=timedelta(seconds=max(0, round(seconds))))
             if ended:
                 return
             time.sleep(POLL)

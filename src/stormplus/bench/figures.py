@@ -14,7 +14,6 @@ from stormplus.bench.finals import ONE_LR, any_left_out
 from stormplus.bench.style import ordered, style_of
 
 BANDS = "lines: median over seeds; bands: lowest to highest; crosses: diverged in most runs"
-RINGS = "median over seeds, bars: lowest to highest; rings: the method's default lr"
 
 
 def curves(
@@ -63,11 +62,12 @@ def curves_grid(
 def sensitivity(frame: pd.DataFrame, workload: str, methods: Sequence[str] | None = None) -> Figure:
     """Final loss and gradient norm against lr; the flat part is what a user gains."""
     frame = drawing.chosen(frame[frame["workload"] == workload], methods)
-    figure = Figure(figsize=(11, 5.4), layout="constrained")
-    for axis, column in zip(figure.subplots(1, 2), ("loss", "grad_norm")):
+    columns = ["loss"] + ["grad_norm"] * bool(np.isfinite(frame["grad_norm"]).any())
+    figure = Figure(figsize=(11 if len(columns) > 1 else 8, 5.4), layout="constrained")
+    for axis, column in zip(figure.subplots(1, len(columns), squeeze=False)[0], columns):
         panels.sensitivity_panel(axis, frame, column, workload)
         axis.set_ylabel(drawing.NAMES[column])
-    drawing.legend(figure, frame["method"], RINGS)
+    drawing.legend(figure, frame["method"], _rings(frame))
     return figure
 
 
@@ -78,8 +78,14 @@ def sensitivity_grid(frame: pd.DataFrame, methods: Sequence[str] | None = None) 
     for axis, (workload, part) in parts:
         panels.sensitivity_panel(axis, part, "loss", workload)
     figure.supylabel(drawing.NAMES["loss"], fontsize=10)
-    drawing.legend(figure, frame["method"], RINGS)
+    drawing.legend(figure, frame["method"], _rings(frame))
     return figure
+
+
+def _rings(frame: pd.DataFrame) -> str:
+    spread = "median over seeds, bars: lowest to highest" if frame["seed"].nunique() > 1 else ""
+    rings = "rings: the method's default lr" if frame["default"].any() else ""
+    return "; ".join(text for text in (spread, rings) if text)
 
 
 def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:

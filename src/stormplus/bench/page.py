@@ -57,7 +57,7 @@ PROFILE = (
     "A line shows on which share of the workloads a method is there within τ times the gradient "
     "evaluations of the fastest. The score is the area under the line, from 1 to 4, as in "
     "AlgoPerf (Dahl et al., 2023). At the best lr, methods that ran one learning rate on one of "
-    "the workloads are left out."
+    "the workloads are left out. A workload without a run counts as a missed target."
 )
 _TEXTS = ("workload", "method")
 
@@ -88,7 +88,7 @@ def build(frame: pd.DataFrame, summary: statements.Summary, pictures: Mapping[st
 <h2>Cost of not tuning</h2>
 {_figure(pictures["cost_of_not_tuning"], _cost_text(frame), COST)}
 <h2>Performance profiles</h2>
-{_figure(pictures["performance_profile"], _profile_text(frame), PROFILE)}
+{_figure(pictures["performance_profile"], _profile_text(frame), f"{PROFILE} {summary.ceiling}")}
 <div class="scroll">{_plain_table(summary.scores, "method")}</div>
 <h2>Methods</h2>{_choice_of_methods(facts.methods)}
 <h2>Curves and learning rates</h2>

@@ -7,20 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import click
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.console import Console
 
 from stormplus.bench import paper_plan, rows
-from stormplus.bench.compare_command import AT_LEAST_ONE, announce
 from stormplus.bench.data import VARIABLE
-from stormplus.bench.engine import RunsFailed, execute
-from stormplus.bench.paper_plan import SCALES, Scale
+from stormplus.bench.engine import execute
+from stormplus.bench.paper_plan import SCALES, SOLVERS, Scale
 from stormplus.bench.paper_report import write
 from stormplus.bench.plan import make_plan
+from stormplus.bench.running import EXIT_CODES, JOBS, THREADS, announce, explained
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Scales (ResNet34 at each of them):
   full   50,000 images, 100,000 gradient evaluations a method: for a GPU
-  cpu    the sweep on 10,000 images, 100 evaluations a run; then 50,000 images, 300
+  cpu    the sweep on 10,000 images, 300 evaluations a run; then 50,000 images, 1,000
   smoke  one minute, to see that it runs
 
 \b
@@ -30,17 +31,29 @@ Examples:
   STORMPLUS_DATA=~/data stormplus paper --scale cpu --jobs 2
   stormplus paper --scale cpu --redraw                  the pictures again, from the rows
 
-Interrupt at will: each finished run is in OUTPUT/rows.jsonl, and the same command goes on."""
+Interrupt at will: each finished run is in OUTPUT/rows.jsonl, and the same command goes on.
+
+{EXIT_CODES}"""
 
 
 @click.command(epilog=EXAMPLES)
-@click.option("--scale", type=click.Choice(list(SCALES)), default="full", show_default=True)
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), default="out/paper")
-@click.option("--data-dir", help=f"Where CIFAR-10 is.  [${VARIABLE}]")
-@click.option("--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs side by side.")
 @click.option(
-    "--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads of each run."
+    "--scale",
+    type=click.Choice(list(SCALES)),
+    default="full",
+    show_default=True,
+    help="How much of it, see below.",
 )
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="out/paper",
+    show_default=True,
+    help="Where rows, pictures and tables go.",
+)
+@click.option("--data-dir", help=f"Where CIFAR-10 is.  [${VARIABLE}]")
+@JOBS
+@THREADS
 @click.option("--redraw", is_flag=True, help="Draw what OUTPUT holds; run nothing.")
 def paper(  # noqa: PLR0917
     scale: str, output: Path, data_dir: str | None, jobs: int, threads: int, redraw: bool
@@ -55,32 +68,33 @@ def paper(  # noqa: PLR0917
     if data_dir:
         os.environ[VARIABLE] = data_dir
     journal = output / "rows.jsonl"
-    try:
+    with explained(journal, console):
         if not redraw:
             run_stages(SCALES[scale], journal, jobs, threads, console)
         for file in write(journal, SCALES[scale], output):
             console.print(f"wrote {file}", highlight=False)
-    except KeyboardInterrupt:
-        console.print(
-            f"\nstopped; what is done is in {journal}: the same command goes on", soft_wrap=True
-        )
-        raise SystemExit(130) from None
-    except (RunsFailed, ValueError, OSError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error
 
 
 def run_stages(scale: Scale, journal: Path, jobs: int, threads: int, console: Console) -> None:
     """The sweep, its extensions, the long runs; each goes on where it was left."""
 
-    def stage(name: str, config: dict[str, Any]) -> None:
+    def stage(name: str, config: dict[str, Any], later: int = 0) -> None:
         console.print(f"[bold]{name}[/]")
         plan = make_plan(config, threads)
         if plan.skipped:
             raise ValueError(next(iter(plan.skipped.values())))
         announce(plan, journal, jobs, console)
+        if later:  # the network and the batch are the same, and so is a gradient's price
+            minutes = later * max(plan.seconds.values()) / jobs / 60
+            console.print(f"then the long runs: {minutes:.1f} minutes", highlight=False)
         execute(plan, journal, jobs=jobs, threads=threads, console=console)
 
-    stage("sweep", paper_plan.sweep(scale))
-    while (more := paper_plan.extension(scale, rows.load(journal))) is not None:
+    def done() -> pd.DataFrame:
+        return rows.load(journal, on_cut="drop")  # what was cut is run again
+
+    long = [key for key in rows.keys(journal) if key[0] == scale.long_name]
+    later = (len(SOLVERS) - len(long)) * scale.evaluations
+    stage("sweep", paper_plan.sweep(scale), max(0, later))
+    while (more := paper_plan.extension(scale, done())) is not None:
         stage("the best rate is at an end: one rate more", more)
-    stage("long runs at the best rates", paper_plan.long_runs(scale, rows.load(journal)))
+    stage("long runs at the best rates", paper_plan.long_runs(scale, done()))

@@ -19,7 +19,6 @@ SOLVERS: dict[str, tuple[str, dict[str, list[str]]]] = {  # by label: benchopt's
     "STORM+": ("storm-plus", {"norm": ["raw"]}),
     "STORM+ mean": ("storm-plus", {"norm": ["mean"]}),
 }
-TWO_GRADIENTS = ("STORM", "STORM+", "STORM+ mean")
 BATCH = 100
 EXTENSIONS = 3  # how often a best rate at the end of its range may extend it
 
@@ -53,7 +52,7 @@ class Scale:
 
 SCALES = {
     "full": Scale(50_000, 5_000, 50_000, 100_000),  # 200 epochs, 100 of two gradients: a GPU
-    "cpu": Scale(10_000, 100, 50_000, 300),  # two cores: an hour, then a quarter of one
+    "cpu": Scale(10_000, 300, 50_000, 1_000),  # two cores: an hour and a quarter, then half of one
     "smoke": Scale(400, 4, 400, 6, (0.01, 0.1)),  # a minute: does it run at all?
 }
 
@@ -81,9 +80,9 @@ def extension(scale: Scale, frame: pd.DataFrame) -> dict[str, Any] | None:
         if not math.isfinite(row.loss) or len(rates) >= len(scale.rates) + EXTENSIONS:
             continue
         if row.lr == rates[0]:
-            more[row.method] = [_round(rates[0] / math.sqrt(10))]
+            more[row.method] = [_neighbour(rates[0], -1)]
         elif row.lr == rates[-1]:
-            more[row.method] = [_round(rates[-1] * math.sqrt(10))]
+            more[row.method] = [_neighbour(rates[-1], +1)]
     return _config(scale.sweep_images, scale.sweep_evaluations, more) if more else None
 
 
@@ -103,6 +102,7 @@ def _config(images: int, evaluations: int, rates: dict[str, list[float]]) -> dic
     }
 
 
-def _round(lr: float) -> float:
-    """Three digits, as the others: 0.000316."""
-    return float(f"{lr:.3g}")
+def _neighbour(lr: float, step: int) -> float:
+    """The next of ..., 0.0001, 0.000316, 0.001, ...: half a decade, three digits."""
+    exponent = (round(2 * math.log10(lr)) + step) / 2
+    return float(f"{10**exponent:.3g}")

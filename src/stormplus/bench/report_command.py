@@ -54,7 +54,7 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Pat
 
     \b
     Examples
-      stormplus report benchmark/results/rows.jsonl
+      stormplus report out/smooth/rows.jsonl
       stormplus report rows.jsonl more.jsonl --output docs/benchmark --readme README.md
 
     \b

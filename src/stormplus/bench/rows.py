@@ -35,7 +35,6 @@ __all__ = [
     "CURVE",
     "KEY",
     "append",
-    "cut_line",
     "from_benchopt",
     "keys",
     "load",
@@ -136,12 +135,8 @@ def keys(path: str | os.PathLike[str]) -> set[Key]:
     return {key_of(run) for run in _runs(path, "drop")}
 
 
-def cut_line(path: str | os.PathLike[str]) -> int | None:
-    """The number of the last line if it is not complete, else None."""
-    return _cut(Path(path).read_bytes().split(b"\n"))
-
-
 def _cut(lines: list[bytes]) -> int | None:
+    """The number of the last line if it is not complete, else None."""
     if not lines[-1]:
         return None
     try:

@@ -30,7 +30,8 @@ RULES = (
     "any method at any lr); what is neither a win nor a loss is a tie. Divergence in half of the "
     "runs or more loses against a method that does not diverge. The best lr of a method is "
     "chosen on the seeds that are reported. Where methods are compared at their best lr, those "
-    "that ran one learning rate on a workload are left out there."
+    "that ran one learning rate on a workload are left out there. In a profile score a workload "
+    "without a run counts as a missed target."
 )
 
 
@@ -42,12 +43,15 @@ class Summary:
     said: dict[str, list[str]]  # for each of the library's methods
     duels: pd.DataFrame
     scores: pd.DataFrame
+    ceiling: str  # what the scores have to be read against
 
 
 def summary(frame: pd.DataFrame) -> Summary:
     """All of it."""
     ends = ends_only(frame)
-    return Summary(facts(ends), statements(ends), duel_table(ends), score_table(frame))
+    return Summary(
+        facts(ends), statements(ends), duel_table(ends), score_table(frame), ceiling(frame)
+    )
 
 
 def ours_in(frame: pd.DataFrame) -> list[str]:
@@ -125,18 +129,34 @@ def duel_table(frame: pd.DataFrame) -> pd.DataFrame:
 def score_table(frame: pd.DataFrame) -> pd.DataFrame:
     """For each method: its place and mean cost of not tuning in per cent, and profile scores."""
     cost = scores.mean_lost(scores.cost_of_not_tuning(frame))
-    default = scores.performance_profile(frame).scores
-    best = scores.performance_profile(frame, best_lr=True).scores
+
+    def profile(*, best_lr: bool) -> pd.Series:
+        found = scores.performance_profile(frame, best_lr=best_lr).scores
+        texts = {name: f"{score:.2f}{cost['note'].get(name, '')}" for name, score in found.items()}
+        return pd.Series(texts, dtype=object)
+
     table = pd.DataFrame(
         {
             "place": cost["place"].dropna().map("{:.0f}".format),
             "cost of not tuning, %": cost["mean"].map(per_cent) + cost["note"],
-            "profile score, default": default.map("{:.2f}".format),
-            "profile score, best lr": best.map("{:.2f}".format),
+            "profile score, default": profile(best_lr=False),
+            "profile score, best lr": profile(best_lr=True),
         }
     )
     order = [*cost.index, *(name for name in table.index if name not in cost.index)]
     return table.reindex(order).astype(object).fillna("")  # a column may have no text at all
+
+
+def ceiling(frame: pd.DataFrame) -> str:
+    """The highest profile score that is possible at the defaults, if it is not 1; else ""."""
+    reached = np.isfinite(scores.performance_profile(frame).times).any()
+    missed = list(reached.index[~reached])
+    if not missed:
+        return ""
+    return (
+        f"At the default lr no method reaches the target of {', '.join(missed)}: no profile score "
+        f"there can be above {reached.mean():.2f}."
+    )
 
 
 def markdown_section(summary: Summary, pictures: str, command: str) -> str:
@@ -160,6 +180,7 @@ def markdown_section(summary: Summary, pictures: str, command: str) -> str:
         markdown_table(summary.duels[columns], "against"),
         "All methods, the least costly first:",
         markdown_table(summary.scores, "method"),
+        *([_wrap(summary.ceiling)] if summary.ceiling else []),
         f"![Final loss against the learning rate]({pictures}/sensitivity.png)",
         _wrap(RULES),
         END,

@@ -1,4 +1,4 @@
-"""What a command shows when it ends: a table of final losses."""
+"""What a command shows when it ends: final losses, or for many workloads the scores."""
 
 from __future__ import annotations
 
@@ -7,8 +7,31 @@ import math
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.table import Table
 
-from stormplus.bench import scores
+from stormplus.bench import scores, statements
 from stormplus.bench.style import ordered
+
+WIDE = 3  # workloads: two columns each, and a terminal has no room for more
+
+
+def table_of(frame: pd.DataFrame) -> Table:
+    """Final losses of a few workloads, scores over many: either fits a terminal."""
+    many = frame["workload"].nunique() > WIDE and frame["default"].any()
+    return score_table(frame) if many else final_table(frame)
+
+
+def score_table(frame: pd.DataFrame) -> Table:
+    """What each method loses without tuning, and how often it is among the fastest."""
+    table = Table(
+        title=f"{frame['workload'].nunique()} workloads, the least costly method first",
+        caption="`stormplus report` shows each workload",
+    )
+    found = statements.score_table(frame)
+    table.add_column("method")
+    for name in found.columns:
+        table.add_column(name, justify="right")
+    for method, *cells in found.itertuples(name=None):
+        table.add_row(method, *cells)
+    return table
 
 
 def final_table(frame: pd.DataFrame) -> Table:

@@ -1,0 +1,34 @@
+"""Tables and figures of docs/paper-experiment.md from the committed rows: `make paper-page`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stormplus.bench import rows, statements
+from stormplus.bench.paper_plan import SCALES
+from stormplus.bench.paper_report import report, save
+
+FOLDER = Path("docs")
+ROWS = FOLDER / "results" / "paper.jsonl"
+FIGURES = {"paper": "paper.png", "sweep": "paper_sweep.png"}
+
+
+def main() -> None:
+    drawn, text = report(rows.load(ROWS), SCALES["cpu"])
+    page = FOLDER / "paper-experiment.md"
+    content = statements.replace_section(
+        page.read_text(encoding="utf-8"), section(text), str(page), "paper"
+    )
+    for name, picture in drawn.items():
+        save(picture, FOLDER / "figures" / FIGURES[name])
+    page.write_text(content, encoding="utf-8")
+
+
+def section(text: str) -> str:
+    """What stands between the markers, with them."""
+    begin, end = statements.markers("paper")
+    return f"{begin}\n\n{text}\n{end}"
+
+
+if __name__ == "__main__":
+    main()
