@@ -71,7 +71,7 @@ bench-jax: $(READY)  ## time the optax transformations against optax.adam
 	$(BIN)/python benchmark/bench_jax.py
 
 rates: $(READY)  ## the paper's rates, measured: a figure, a table, the raw rows (5 minutes)
-	$(BIN)/stormplus rates --output out/rates
+	$(BIN)/stormplus rates
 
 clean:  ## remove the environment and what commands have left
 	rm -rf $(VENV) out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,7 +12,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -25,6 +24,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus.bench import rows
 from stormplus.bench.plan import KEYS, Plan, Run, benchmark_folder
+from stormplus.interrupts import interruptible
 
 POLL = 0.5  # seconds
 PATIENCE = 15.0  # seconds for benchopt to stop by itself
@@ -63,7 +63,7 @@ def execute(
     console = console or Console(stderr=True)
     journal.parent.mkdir(parents=True, exist_ok=True)
     first = left = plan.left(rows.keys(journal))
-    with _alone(journal) as lock, _interruptible():
+    with _alone(journal) as lock, interruptible():
         while left:
             command = _command(jobs, parallel_config)
             workers = 1 if parallel_config else jobs  # as far as it is known
@@ -95,25 +95,6 @@ def _alone(journal: Path) -> Iterator[int]:
                 "benchopt process goes on: wait for it or end it, then give the same command"
             ) from None
         yield lock.fileno()
-
-
-@contextlib.contextmanager
-def _interruptible() -> Iterator[None]:
-    """Let a polite end, or a closed terminal, do what Ctrl-C does."""
-
-    def interrupt(_signal: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = [signal.signal(sign, interrupt) for sign in signals]
-    try:
-        yield
-    finally:
-        for sign, handler in zip(signals, before):
-            signal.signal(sign, handler)
 
 
 def _log(journal: Path) -> Path:

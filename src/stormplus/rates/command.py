@@ -1,72 +1,114 @@
-"""`stormplus rates`."""
+"""`stormplus rates`: run the methods, then show a table and a figure."""
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from concurrent.futures import Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-from stormplus.rates.experiment import METHODS, Plan, Result, run_method
-from stormplus.rates.report import read, table, write
+from stormplus.rates.experiment import METHODS, Plan, Result
+from stormplus.rates.report import table, write
+from stormplus.rates.store import load, read, save
+from stormplus.rates.workers import MethodFailed, run_all
+
+EXAMPLES = """\b
+Examples:
+  stormplus rates --quick --output out/quick    a look, in seconds
+  stormplus rates                               everything, about five minutes on two cores
+  stormplus rates --method storm+ --method sgd  two methods; the others can follow
+  stormplus rates --redraw                      the figure again, from what is there
+
+\b
+Writes into OUTPUT:
+  methods/NAME.json   a method's result, as soon as it is there
+  rates.json          the raw rows of all methods that OUTPUT holds
+  rates_summary.json  plan, versions, tuning, slopes, means over seeds
+  rates.md, rates.png the table and the figure
+
+Interrupt at will: each finished method is in OUTPUT/methods, and the same command goes on.
+One OUTPUT holds one plan: --quick and the full plan are never mixed, the second is refused."""
 
 
-class _Shared:
-    """A progress function for another process: it leaves its step in a shared dict."""
-
-    def __init__(self, steps: Any) -> None:
-        self.steps = steps
-
-    def __call__(self, name: str, step: int, _total: int) -> None:
-        self.steps[name] = step
-
-
-@click.command()
+@click.command(epilog=EXAMPLES)
 @click.option("--quick", is_flag=True, help="Seconds instead of minutes: T to 3,000, 6 seeds.")
-@click.option("--output", type=click.Path(path_type=Path, file_okay=False), default="rates")
-@click.option("--jobs", type=click.IntRange(min=1), default=min(2, os.cpu_count() or 1))
-@click.option("--method", "methods", type=click.Choice(METHODS), multiple=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, file_okay=False),
+    default="out/rates",
+    show_default=True,
+    help="Where results, table and figure go.",
+)
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=min(2, os.cpu_count() or 1),
+    show_default=True,
+    help="Methods side by side.",
+)
+@click.option(
+    "--method",
+    "methods",
+    type=click.Choice(METHODS),
+    multiple=True,
+    help="Run only this one; may be repeated.  [all]",
+)
 @click.option("--redraw", is_flag=True, help="Draw what OUTPUT holds; run nothing.")
 def rates(quick: bool, output: Path, jobs: int, methods: tuple[str, ...], redraw: bool) -> None:
     """Measure E|grad f(x_bar_T)| against T and sigma, and fit the slopes.
 
-    Writes rates.json (raw rows), rates_summary.json, rates.md and rates.png.
+    Runs STORM+, simplified STORM+, STORM, SGD and AdaGrad-norm on a problem that meets every
+    assumption of the paper, and sets the exponents of T beside those that theory proves.
     """
     console = Console()
-    if redraw:
-        results, plan = read(output)
-    else:
-        plan = Plan.quick() if quick else Plan()
-        results = run_all(plan, methods or METHODS, jobs, console)
-    files = write(results, plan, output)
+    try:
+        if redraw:
+            results, plan = read(output)
+        else:
+            plan = Plan.quick() if quick else Plan()
+            run_missing(plan, methods or METHODS, output, jobs, console)
+            results = load(output, plan)
+        files = write(results, plan, output)
+    except KeyboardInterrupt:
+        console.print(
+            f"\nstopped; what is done is in {output / 'methods'}: the same command goes on",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
+        raise SystemExit(130) from None
+    except (MethodFailed, ValueError, OSError, ImportError) as error:
+        raise click.ClickException(str(error)) from error
     console.print(table(results, plan), soft_wrap=True, markup=False)
-    console.print("wrote " + ", ".join(str(file) for file in files), markup=False)
+    names = ", ".join(str(file) for file in files)
+    console.print(f"wrote {names}", highlight=False, markup=False, soft_wrap=True)
 
 
-def run_all(plan: Plan, methods: tuple[str, ...], jobs: int, console: Console) -> dict[str, Result]:
-    """Run the methods, several at a time, under one progress display."""
-    context = multiprocessing.get_context("spawn")
+def run_missing(
+    plan: Plan, methods: tuple[str, ...], output: Path, jobs: int, console: Console
+) -> None:
+    """Run those methods that the folder does not have yet, and show how far they are."""
+    done = load(output, plan)
+    missing = [name for name in METHODS if name in methods and name not in done]
+    console.print(
+        f"to run: {', '.join(missing) or 'nothing'}; "
+        f"already in {output / 'methods'}: {', '.join(done) or 'nothing'}",
+        highlight=False,
+        markup=False,
+        soft_wrap=True,
+    )
     columns = (TextColumn("{task.description:>18}"), BarColumn(), TimeElapsedColumn())
-    with (
-        context.Manager() as manager,
-        ProcessPoolExecutor(jobs, mp_context=context) as pool,
-        Progress(*columns, console=console) as display,
-    ):
-        steps = manager.dict()
-        tasks: dict[str, TaskID] = {
-            name: display.add_task(name, total=plan.steps) for name in methods
-        }
-        running: dict[str, Future[Result]] = {
-            name: pool.submit(run_method, name, plan, _Shared(steps)) for name in methods
-        }
-        unfinished = True
-        while unfinished:
-            unfinished = bool(wait(running.values(), timeout=0.5).not_done)
-            for name, step in steps.items():
-                display.update(tasks[name], completed=step)
-        return {name: future.result() for name, future in running.items()}
+
+    def keep(result: Result) -> None:
+        save(result, plan, output)
+        display.update(tasks[result.method], completed=plan.steps)
+
+    def show(name: str, step: int) -> None:
+        display.start_task(tasks[name])  # its clock; later calls change nothing
+        display.update(tasks[name], completed=step)
+
+    with Progress(*columns, console=Console(stderr=True)) as display:
+        tasks = {name: display.add_task(name, total=plan.steps, start=False) for name in missing}
+        run_all(plan, missing, jobs, keep, show)

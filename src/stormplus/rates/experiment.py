@@ -7,12 +7,14 @@ random.
 
 from __future__ import annotations
 
+import platform
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import scipy
 from numpy.typing import NDArray
 
 from stormplus.problems.base import Array
@@ -78,6 +80,16 @@ class Plan:
         )
 
 
+def versions() -> dict[str, str]:
+    """What a number depends on besides the code."""
+    return {
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "scipy": scipy.__version__,
+        "machine": platform.machine(),
+    }
+
+
 @dataclass
 class Result:
     """One method's rows: arrays over (checkpoint, sigma, seed).
@@ -86,6 +98,7 @@ class Result:
         mean: (1/T) sum_t |grad f(x_t)|, which is E|grad f(x_bar_T)| of the run.
         square: (1/T) sum_t |grad f(x_t)|^2.
         tuning: What was tuned, the grid, and what was chosen.
+        versions: Of what it was computed with.
     """
 
     method: str
@@ -93,6 +106,7 @@ class Result:
     square: Array
     seconds: float
     tuning: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=versions)
 
 
 def samples(
@@ -147,10 +161,14 @@ def run_method(name: str, plan: Plan, progress: Progress = lambda *_: None) -> R
     problem = BoundedNonConvex(plan.dim, np.array(plan.sigmas)[:, None])
     tuning: dict[str, Any] = {}
     method: Method
+
+    def alive(_: int) -> None:
+        progress(name, 0, plan.steps)  # no step of the run itself, but a sign of life
+
     if name == "sgd":
-        method, tuning = tune_sgd(plan, problem)
+        method, tuning = tune_sgd(plan, problem, alive)
     elif name == "storm":
-        method, tuning = tune_storm(plan)
+        method, tuning = tune_storm(plan, alive)
     elif name == "adagrad-norm":
         method = AdaGradNorm()
     else:
@@ -162,18 +180,22 @@ def run_method(name: str, plan: Plan, progress: Progress = lambda *_: None) -> R
     return Result(name, mean, square, time.perf_counter() - start, tuning)
 
 
-def tune_sgd(plan: Plan, problem: BoundedNonConvex) -> tuple[SGD, dict[str, Any]]:
+def tune_sgd(
+    plan: Plan, problem: BoundedNonConvex, alive: Callable[[int], None]
+) -> tuple[SGD, dict[str, Any]]:
     """The best lr of the grid at each sigma."""
     grid = np.array(plan.sgd_grid)[:, None, None]
     last = np.array([plan.tuning_steps])
-    mean, _ = measure(SGD(grid), problem, plan.tuning_seeds, last)
+    mean, _ = measure(SGD(grid), problem, plan.tuning_seeds, last, alive)
     scores = mean[0].mean(-1)  # grid, sigma
     best = np.array(plan.sgd_grid)[scores.argmin(0)]
     tuning = {"lr": best.tolist(), "grid": list(plan.sgd_grid), "scores": scores.tolist()}
     return SGD(best[:, None]), tuning
 
 
-def tune_storm(plan: Plan) -> tuple[CorrectedMomentum, dict[str, Any]]:
+def tune_storm(
+    plan: Plan, alive: Callable[[int], None]
+) -> tuple[CorrectedMomentum, dict[str, Any]]:
     """STORM's theory leaves b free: the best b of the grid at the headline sigma.
 
     L and G are those of the headline sigma, the largest, and so valid for all.
@@ -188,7 +210,8 @@ def tune_storm(plan: Plan) -> tuple[CorrectedMomentum, dict[str, Any]]:
         for b in plan.storm_grid
     ]
     scores = [
-        float(measure(method, problem, plan.tuning_seeds, last)[0].mean()) for method in candidates
+        float(measure(method, problem, plan.tuning_seeds, last, alive)[0].mean())
+        for method in candidates
     ]
     best = int(np.argmin(scores))
     constants = storm_constants(smoothness, grad_bound, plan.storm_grid[best])

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import io
 import json
-import platform
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import scipy
 
-from stormplus.rates.experiment import Plan, Result
+from stormplus.rates.experiment import Plan, Result, versions
 from stormplus.rates.fit import Slope, slope
+from stormplus.rates.store import write_whole
+
+__all__ = ["details", "raw_rows", "slopes", "summary", "table", "versions", "write"]
 
 # Okabe & Ito's colours, told apart with every kind of colour vision; markers help too.
 STYLE = {
@@ -31,16 +33,6 @@ THEORY: dict[str, tuple[float, float]] = {
     "sgd": (-1 / 4, -1 / 4),
     "adagrad-norm": (-1 / 4, -1 / 2),
 }
-
-
-def versions() -> dict[str, str]:
-    """What a number depends on besides the code."""
-    return {
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "scipy": scipy.__version__,
-        "machine": platform.machine(),
-    }
 
 
 def slopes(results: Mapping[str, Result], plan: Plan) -> dict[str, dict[str, Slope]]:
@@ -110,7 +102,11 @@ def summary(results: Mapping[str, Result], plan: Plan) -> dict[str, Any]:
     ]
     return {
         "plan": asdict(plan),
-        "versions": versions(),
+        # Those of the runs, not of whoever draws them; two, if an upgrade came in between.
+        "versions": {
+            key: ", ".join(sorted({result.versions.get(key, "?") for result in results.values()}))
+            for key in versions()
+        },
         "seconds": {name: round(result.seconds, 1) for name, result in results.items()},
         "tuning": {name: result.tuning for name, result in results.items() if result.tuning},
         "slopes": {
@@ -139,40 +135,15 @@ def raw_rows(results: Mapping[str, Result], plan: Plan) -> list[dict[str, Any]]:
     ]
 
 
-def read(folder: Path) -> tuple[dict[str, Result], Plan]:
-    """What `write` wrote, to draw it again without running it again."""
-    rows = json.loads((folder / "rates.json").read_text())
-    told = json.loads((folder / "rates_summary.json").read_text())
-    settings: dict[str, Any] = {
-        key: tuple(value) if isinstance(value, list) else value
-        for key, value in told["plan"].items()
-    }
-    plan = Plan(**settings)
-    shape = (len(plan.sigmas), len(plan.seeds), len(plan.checkpoints))
-    results = {}
-    for name, seconds in told["seconds"].items():
-        mean, square = (
-            np.array([row[key] for row in rows if row["method"] == name]).reshape(shape)
-            for key in ("mean", "square")
-        )
-        results[name] = Result(
-            name,
-            np.moveaxis(mean, -1, 0),
-            np.moveaxis(square, -1, 0),
-            seconds,
-            told["tuning"].get(name, {}),
-        )
-    return results, plan
-
-
 def write(results: dict[str, Result], plan: Plan, folder: Path) -> list[Path]:
     """Write `rates.json` (raw rows), `rates_summary.json`, `rates.md` and `rates.png`."""
-    folder.mkdir(parents=True, exist_ok=True)
     files = [folder / f"rates{end}" for end in (".json", "_summary.json", ".md", ".png")]
-    files[0].write_text(json.dumps(raw_rows(results, plan)) + "\n")
-    files[1].write_text(json.dumps(summary(results, plan), indent=1) + "\n")
-    files[2].write_text(table(results, plan) + "\n")
+    write_whole(files[0], json.dumps(raw_rows(results, plan)).encode() + b"\n")
+    write_whole(files[1], json.dumps(summary(results, plan), indent=1).encode() + b"\n")
+    write_whole(files[2], table(results, plan).encode() + b"\n")
     from stormplus.rates.figure import draw
 
-    draw(results, plan).savefig(files[3], dpi=110)
+    picture = io.BytesIO()
+    draw(results, plan).savefig(picture, format="png", dpi=110)
+    write_whole(files[3], picture.getvalue())
     return files
