@@ -235,6 +235,7 @@ def test_odd_rows_have_a_report_too(tmp_path, runs):
     assert '<b>"&' not in (tmp_path / "out" / "index.html").read_text()
 
 
+@pytest.mark.long  # draws the whole page
 def test_the_picture_of_the_readme_can_be_kept_elsewhere(tmp_path):
     path = write_rows(tmp_path / "rows.jsonl", [make_run([2, 1])])
     readme = tmp_path / "README.md"

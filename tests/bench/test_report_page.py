@@ -91,6 +91,7 @@ def test_a_best_rate_at_an_end_is_marked_and_sorts_as_a_number(finished_report):
     assert '<td data-value="0.001">0.001 (only)</td>' in text
 
 
+@pytest.mark.long  # draws the whole page
 def test_the_page_tells_on_how_many_examples_was_measured(tmp_path):
     run = make_run([2, 1], measured=2000)
     result = call(write_rows(tmp_path / "rows.jsonl", [run]), "--output", tmp_path / "out")
