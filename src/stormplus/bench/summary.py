@@ -10,12 +10,12 @@ from rich.table import Table
 from stormplus.bench import scores, statements
 from stormplus.bench.style import ordered
 
-WIDE = 3  # workloads: two columns each, and a terminal has no room for more
+FEW = 3  # workloads: each has a line a method
 
 
 def table_of(frame: pd.DataFrame) -> Table:
     """Final losses of a few workloads, scores over many: either fits a terminal."""
-    many = frame["workload"].nunique() > WIDE and frame["default"].any()
+    many = frame["workload"].nunique() > FEW and frame["default"].any()
     return score_table(frame) if many else final_table(frame)
 
 
@@ -36,24 +36,23 @@ def score_table(frame: pd.DataFrame) -> Table:
 
 def final_table(frame: pd.DataFrame) -> Table:
     """Final training losses: each method at its default and, where others were run, at its best."""
-    table = Table(title="final training loss (median over seeds)")
-    table.add_column("method")
-    workloads = sorted(frame["workload"].unique())
-    for workload in workloads:
-        table.add_column(f"{workload}\ndefault", justify="right")
-        table.add_column("\nbest (lr)", justify="right")
+    table = Table("method", title="final training loss (median over seeds)")
+    for name in ("default", "best", "at lr"):
+        table.add_column(name, justify="right")
     at_default = _lookup(scores.defaults(frame))
     at_best = _lookup(scores.tuned(frame))
-    lowest = {w: min(loss for (at, _), (loss, _) in at_best.items() if at == w) for w in workloads}
-    for method in ordered(frame["method"].unique()):
-        cells = []
-        for workload in workloads:
+    for workload, part in frame.groupby("workload", sort=True):
+        table.add_row(f"[bold]{workload}[/]")
+        methods = ordered(part["method"].unique())
+        lowest = min(at_best[workload, method][0] for method in methods)
+        for method in methods:
             default, _ = at_default.get((workload, method), (math.nan, math.nan))
-            best, lr = at_best.get((workload, method), (math.nan, math.nan))
-            cells.append(_number(default))
-            text = f"{_number(best)} ({lr:g})" if math.isfinite(best) else _number(best)
-            cells.append(f"[bold]{text}[/]" if best == lowest[workload] else text)
-        table.add_row(method, *cells)
+            best, lr = at_best[workload, method]
+            text = f"[bold]{_number(best)}[/]" if best == lowest else _number(best)
+            table.add_row(
+                f"  {method}", _number(default), text, f"{lr:g}" if math.isfinite(best) else ""
+            )
+        table.add_section()
     return table
 
 
