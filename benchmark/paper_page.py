@@ -16,18 +16,12 @@ FIGURES = {"paper": "paper.png", "sweep": "paper_sweep.png"}
 def main() -> None:
     drawn, text = report(rows.load(ROWS), SCALES["cpu"])
     page = FOLDER / "paper-experiment.md"
-    content = statements.replace_section(
-        page.read_text(encoding="utf-8"), section(text), str(page), "paper"
-    )
+    section = statements.marked(text, "paper")
+    old = page.read_text(encoding="utf-8")
+    content = statements.replace_section(old, section, str(page), "paper")
     for name, picture in drawn.items():
         save(picture, FOLDER / "figures" / FIGURES[name])
     page.write_text(content, encoding="utf-8")
-
-
-def section(text: str) -> str:
-    """What stands between the markers, with them."""
-    begin, end = statements.markers("paper")
-    return f"{begin}\n\n{text}\n{end}"
 
 
 if __name__ == "__main__":

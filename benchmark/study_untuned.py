@@ -57,8 +57,7 @@ def main() -> None:
     page = FOLDER / "untuned.md"
     content = page.read_text(encoding="utf-8")
     for name, block in blocks.items():
-        begin, end = statements.markers(name)
-        section = f"{begin}\n\n{block}\n\n{end}"
+        section = statements.marked(block, name)
         content = statements.replace_section(content, section, str(page), name)
     page.write_text(content, encoding="utf-8")
     draw(bar, study).savefig(

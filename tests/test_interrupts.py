@@ -30,6 +30,7 @@ def test_under_nohup_a_closed_terminal_ends_nothing():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with interruptible():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
             signal.raise_signal(signal.SIGHUP)
     finally:
         signal.signal(signal.SIGHUP, before)

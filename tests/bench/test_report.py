@@ -14,7 +14,7 @@ import pandas as pd
 from bench_reports import README, call, finished, write_rows
 from bench_rows import frame_of, make_run, swept
 
-from stormplus.bench import rows, statements
+from stormplus.bench import rows, scores, statements
 from stormplus.bench.report_command import read
 
 
@@ -105,14 +105,14 @@ def test_a_target_that_nobody_reaches_bounds_the_scores(tmp_path):
     # The target of b is what Adam at 0.1 has after half of the budget; no default gets there.
     runs = [make_run([4, 2, 1, 1, 1], workload=w, method=m) for w in "ab" for m in ("SGD", "Adam")]
     frame = frame_of(tmp_path, runs)
-    assert statements.ceiling(frame) == ""
+    assert statements.ceiling(scores.performance_profile(frame)) == ""
     tuned = make_run([4, 2, 0.5, 0.5, 0.5], workload="b", method="Adam", lr=0.2, default=False)
     frame = frame_of(tmp_path / "b", [*runs, tuned])
     expected = (
         "At the default lr no method reaches the target of b: no profile score there can be "
         "above 0.50."
     )
-    assert statements.ceiling(frame) == expected
+    assert statements.ceiling(scores.performance_profile(frame)) == expected
     text = statements.markdown_section(statements.summary(frame), "figures", "make")
     assert expected in text.replace("\n", " ")
 

@@ -10,7 +10,8 @@ from rich.console import Console
 from stormplus.bench import rows
 from stormplus.bench.engine import execute
 from stormplus.bench.plan import Plan, make_plan, read_suite, suites
-from stormplus.bench.running import EXIT_CODES, JOBS, THREADS, announce, explained
+from stormplus.bench.running import JOBS, THREADS, announce
+from stormplus.interrupts import EXIT_CODES, explained
 
 EXAMPLES = f"""\b
 Examples:

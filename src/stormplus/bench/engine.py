@@ -24,13 +24,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus.bench import rows
 from stormplus.bench.plan import KEYS, Plan, Run, benchmark_folder
-from stormplus.interrupts import interruptible
+from stormplus.interrupts import Unfinished, interruptible
 
 POLL = 0.5  # seconds
 PATIENCE = 15.0  # seconds for benchopt to stop by itself
 
 
-class RunsFailed(RuntimeError):
+class RunsFailed(Unfinished):
     """Some runs gave no row."""
 
 

@@ -16,7 +16,8 @@ from stormplus.bench.engine import execute
 from stormplus.bench.paper_plan import SCALES, SOLVERS, Scale
 from stormplus.bench.paper_report import write
 from stormplus.bench.plan import make_plan
-from stormplus.bench.running import EXIT_CODES, JOBS, THREADS, announce, explained
+from stormplus.bench.running import JOBS, THREADS, announce
+from stormplus.interrupts import EXIT_CODES, explained
 
 EXAMPLES = f"""\b
 Scales (ResNet34 at each of them):

@@ -1,16 +1,13 @@
-"""What the commands that run a plan have in common: options, the announcement, how they end."""
+"""What the commands that run a plan have in common: options and the announcement."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
 
 from stormplus.bench import rows
-from stormplus.bench.engine import RunsFailed
 from stormplus.bench.plan import Plan
 
 AT_LEAST_ONE = click.IntRange(min=1)
@@ -20,12 +17,6 @@ JOBS = click.option(
 THREADS = click.option(
     "--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads of each run."
 )
-EXIT_CODES = """\b
-Exit codes:
-  0    everything has been run and written
-  1    something could not be run or read; the message says what to do
-  2    the command was not called properly
-  130  interrupted; what is done is kept"""
 
 
 def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> None:
@@ -45,17 +36,3 @@ def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> N
         highlight=False,
         soft_wrap=True,
     )
-
-
-@contextlib.contextmanager
-def explained(journal: Path, console: Console) -> Iterator[None]:
-    """End with an exit code and a message that says what to do, never with a traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        console.print(
-            f"\nstopped; what is done is in {journal}: the same command goes on", soft_wrap=True
-        )
-        raise SystemExit(130) from None
-    except (RunsFailed, ValueError, OSError, ModuleNotFoundError) as error:
-        raise click.ClickException(str(error)) from error

@@ -49,9 +49,9 @@ class Summary:
 def summary(frame: pd.DataFrame) -> Summary:
     """All of it."""
     ends = ends_only(frame)
-    return Summary(
-        facts(ends), statements(ends), duel_table(ends), score_table(frame), ceiling(frame)
-    )
+    profile = scores.performance_profile(frame)
+    table = score_table(frame, profile)
+    return Summary(facts(ends), statements(ends), duel_table(ends), table, ceiling(profile))
 
 
 def ours_in(frame: pd.DataFrame) -> list[str]:
@@ -126,30 +126,30 @@ def duel_table(frame: pd.DataFrame) -> pd.DataFrame:
     return table.reindex(ordered(table.index))
 
 
-def score_table(frame: pd.DataFrame) -> pd.DataFrame:
+def score_table(frame: pd.DataFrame, at_default: scores.Profile | None = None) -> pd.DataFrame:
     """For each method: its place and mean cost of not tuning in per cent, and profile scores."""
     cost = scores.mean_lost(scores.cost_of_not_tuning(frame))
 
-    def profile(*, best_lr: bool) -> pd.Series:
-        found = scores.performance_profile(frame, best_lr=best_lr).scores
-        texts = {name: f"{score:.2f}{cost['note'].get(name, '')}" for name, score in found.items()}
+    def told(profile: scores.Profile) -> pd.Series:
+        items = profile.scores.items()
+        texts = {name: f"{score:.2f}{cost['note'].get(name, '')}" for name, score in items}
         return pd.Series(texts, dtype=object)
 
     table = pd.DataFrame(
         {
             "place": cost["place"].dropna().map("{:.0f}".format),
             "cost of not tuning, %": cost["mean"].map(per_cent) + cost["note"],
-            "profile score, default": profile(best_lr=False),
-            "profile score, best lr": profile(best_lr=True),
+            "profile score, default": told(at_default or scores.performance_profile(frame)),
+            "profile score, best lr": told(scores.performance_profile(frame, best_lr=True)),
         }
     )
     order = [*cost.index, *(name for name in table.index if name not in cost.index)]
     return table.reindex(order).astype(object).fillna("")  # a column may have no text at all
 
 
-def ceiling(frame: pd.DataFrame) -> str:
+def ceiling(profile: scores.Profile) -> str:
     """The highest profile score that is possible at the defaults, if it is not 1; else ""."""
-    reached = np.isfinite(scores.performance_profile(frame).times).any()
+    reached = np.isfinite(profile.times).any()
     missed = list(reached.index[~reached])
     if not missed:
         return ""
@@ -199,6 +199,12 @@ def markdown_table(table: pd.DataFrame, corner: str) -> str:
     lines = [[corner, *table.columns], ["---"] * (1 + len(table.columns))]
     lines += [[str(name), *line] for name, line in zip(table.index, table.to_numpy())]
     return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+
+
+def marked(block: str, marker: str) -> str:
+    """A section: the block between its markers."""
+    begin, end = markers(marker)
+    return f"{begin}\n\n{block.strip()}\n\n{end}"
 
 
 def replace_section(text: str, section: str, name: str, marker: str = "results") -> str:

@@ -9,12 +9,13 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stormplus.interrupts import EXIT_CODES, explained
 from stormplus.rates.experiment import METHODS, Plan, Result
 from stormplus.rates.report import table, write
 from stormplus.rates.store import load, read, save
-from stormplus.rates.workers import MethodFailed, run_all
+from stormplus.rates.workers import run_all
 
-EXAMPLES = """\b
+EXAMPLES = f"""\b
 Examples:
   stormplus rates --quick --output out/quick    a look, in seconds
   stormplus rates                               everything, about five minutes on two cores
@@ -29,7 +30,9 @@ Writes into OUTPUT:
   rates.md, rates.png the table and the figure
 
 Interrupt at will: each finished method is in OUTPUT/methods, and the same command goes on.
-One OUTPUT holds one plan: --quick and the full plan are never mixed, the second is refused."""
+One OUTPUT holds one plan: --quick and the full plan are never mixed, the second is refused.
+
+{EXIT_CODES}"""
 
 
 @click.command(epilog=EXAMPLES)
@@ -63,7 +66,7 @@ def rates(quick: bool, output: Path, jobs: int, methods: tuple[str, ...], redraw
     assumption of the paper, and sets the exponents of T beside those that theory proves.
     """
     console = Console()
-    try:
+    with explained(output / "methods", console):
         if redraw:
             results, plan = read(output)
         else:
@@ -71,16 +74,6 @@ def rates(quick: bool, output: Path, jobs: int, methods: tuple[str, ...], redraw
             run_missing(plan, methods or METHODS, output, jobs, console)
             results = load(output, plan)
         files = write(results, plan, output)
-    except KeyboardInterrupt:
-        console.print(
-            f"\nstopped; what is done is in {output / 'methods'}: the same command goes on",
-            highlight=False,
-            markup=False,
-            soft_wrap=True,
-        )
-        raise SystemExit(130) from None
-    except (MethodFailed, ValueError, OSError, ImportError) as error:
-        raise click.ClickException(str(error)) from error
     console.print(table(results, plan), soft_wrap=True, markup=False)
     names = ", ".join(str(file) for file in files)
     console.print(f"wrote {names}", highlight=False, markup=False, soft_wrap=True)

@@ -11,11 +11,11 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from stormplus.interrupts import interruptible
+from stormplus.interrupts import Unfinished, interruptible
 from stormplus.rates.experiment import Plan, Result, run_method
 
 
-class MethodFailed(RuntimeError):
+class MethodFailed(Unfinished):
     """A method's process ended without a result."""
 
 
