@@ -20,7 +20,7 @@ import torch
 from benchmark_utils.resnet import resnet34
 from torch import Tensor, nn
 
-from stormplus import StormPlus, StormPlusUnits
+from stormplus import StormPlus, Untuned
 
 
 def parameters(shapes: list[torch.Size]) -> list[nn.Parameter]:
@@ -60,7 +60,7 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
     }.items():
         optimizers[label], runs[label] = ours(params, **options)
     for label, make in {
-        "StormPlusUnits (one gradient)": lambda: StormPlusUnits(params, lr=1e-6),
+        "Untuned (one gradient)": lambda: Untuned(params, lr=1e-6),
         "SGD(momentum=0.9)": lambda: torch.optim.SGD(params, lr=1e-6, momentum=0.9),
         "Adam(foreach=False)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=False),
         "Adam(foreach=True)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=True),

@@ -23,7 +23,7 @@ OPEN = [
 ]
 HELD_OUT = ["cnn-mnist", "bncnn-cifar10"]
 TEN = OPEN + HELD_OUT
-OURS = "STORM+ units"
+OURS = "Untuned"
 PEERS = ["Prodigy", "DoG", "D-Adaptation", "Mechanic", "Schedule-Free"]
 SHOWN = [OURS, *PEERS, "Adam", "STORM+", "simplified STORM+", "STORM+ mean"]
 VARIANT = "units: "
@@ -108,7 +108,7 @@ def draw(bar: pd.DataFrame, study: pd.DataFrame) -> Figure:
     """Two maps: the methods at their defaults, and the variants."""
     figure = Figure(figsize=(11, 9), layout="constrained")
     axes = figure.subplots(2, 1, height_ratios=[len(bar), len(study)])
-    titles = ("Methods at their defaults", "STORM+ units with one thing changed (open workloads)")
+    titles = ("Methods at their defaults", "Untuned with one thing changed (open workloads)")
     for axis, grid, title in zip(axes, (bar, study), titles):
         shown = np.ma.masked_invalid(grid.to_numpy(dtype=float))
         image = axis.imshow(shown, cmap="cividis", vmin=0.2, vmax=1, aspect="auto")

@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 from stormplus import minimize
-from stormplus.problems import MatrixCompletion, masked_matrix, sample_image
+from stormplus.theory.problems import MatrixCompletion, masked_matrix, sample_image
 
 Array = NDArray[np.float64]
 

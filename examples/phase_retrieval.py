@@ -18,7 +18,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
-from stormplus.problems import PhaseRetrieval, digit_image, measured_image, sample_image
+from stormplus.theory.problems import PhaseRetrieval, digit_image, measured_image, sample_image
 
 
 def picture(name: str) -> np.ndarray:

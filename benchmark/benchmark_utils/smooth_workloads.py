@@ -8,7 +8,7 @@ import numpy as np
 from sklearn.datasets import load_breast_cancer, load_digits
 
 from benchmark_utils.workload import Smooth
-from stormplus.problems import (
+from stormplus.theory.problems import (
     FiniteSum,
     MatrixCompletion,
     NonConvexLogistic,

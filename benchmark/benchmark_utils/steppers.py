@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmark_utils.training import Diverged, Training
-from stormplus import StormPlusUnits, same_sample
+from stormplus import Untuned, same_sample
 
 
 class OneGradient:
@@ -90,7 +90,7 @@ class Averaged(OneGradient):
 class AtAverage(OneGradient):
     """STORM+ in units: its user validates and saves the average, between eval() and train()."""
 
-    optimizer: StormPlusUnits
+    optimizer: Untuned
 
     def result(self, training: Training) -> nn.Module:
         self.optimizer.eval()

@@ -11,18 +11,18 @@ from torch import Tensor, nn
 
 from benchmark_utils.steppers import AtAverage, OneGradient, TwoGradients
 from benchmark_utils.training import Training
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 from stormplus.rules import Sums, UnitsRule, average_weight
 from stormplus.torch.kernels import Batch
 
 
-class LongMemory(StormPlusUnits):
+class LongMemory(Untuned):
     """The gradient unit is a mean over a thousand steps: nearer to AdaGrad."""
 
     memory = 0.001
 
 
-class LargeStart(StormPlusUnits):
+class LargeStart(Untuned):
     """The first steps move every weight by a tenth of the weights' root mean square."""
 
     first_distance = 0.1
@@ -37,13 +37,13 @@ class _WeightedDistance(UnitsRule):
         return Sums(sum_r_sq, sums.sum_d_sq_over_a), a, r**2 / sum_r_sq.total**0.5
 
 
-class WeightedDistance(StormPlusUnits):
+class WeightedDistance(Untuned):
     def __init__(self, params: Any, lr: float = 1.0) -> None:
         super().__init__(params, lr)
         self.rule = _WeightedDistance()
 
 
-class MeasuredSignal(StormPlusUnits):
+class MeasuredSignal(Untuned):
     """The step is multiplied by the share of d that is signal, <d_t, g_{t+1}> / |d_t|^2.
 
     The product with a fresh gradient has the true gradient's product as its mean. Both are
@@ -155,11 +155,11 @@ def _optimizer(make: Callable[..., Any], **options: Any) -> Callable[[Training],
 
 
 VARIANTS: dict[str, Callable[[Training], OneGradient]] = {
-    "no average": _optimizer(StormPlusUnits, average=False),
+    "no average": _optimizer(Untuned, average=False),
     "distance as in DoWG": _optimizer(WeightedDistance),
     "first distance x 10": _optimizer(LargeStart),
     "longer memory of s": _optimizer(LongMemory),
     "step times signal": _optimizer(MeasuredSignal),
-    "corrected, s and r numbers": _optimizer(StormPlusUnits, correction=True),
+    "corrected, s and r numbers": _optimizer(Untuned, correction=True),
     "corrected, gain measured": MeasuredGain,
 }

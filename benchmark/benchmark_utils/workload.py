@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from stormplus.problems import FiniteSum
+from stormplus.theory.problems import FiniteSum
 
 # 0.7 is where the target of the performance profiles is read off.
 FRACTIONS = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
@@ -75,7 +75,7 @@ class Workload(ABC):
 
 
 class Smooth(Workload):
-    """A problem of `stormplus.problems`, in float64; `held_out` has unseen data."""
+    """A problem of `stormplus.theory.problems`, in float64; `held_out` has unseen data."""
 
     def __init__(
         self,

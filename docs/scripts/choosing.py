@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, same_sample
-from stormplus.rates.report import versions
+from stormplus.theory.rates.report import versions
 from stormplus.torch.optimizer import StormOptimizer
 
 DOCS = Path(__file__).parents[1]

@@ -17,8 +17,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
-from stormplus.problems import FiniteSum, breast_cancer, digits_parity
-from stormplus.rates.report import versions
+from stormplus.theory.problems import FiniteSum, breast_cancer, digits_parity
+from stormplus.theory.rates.report import versions
 from stormplus.theory import remembered
 
 DOCS = Path(__file__).parents[1]

@@ -19,10 +19,10 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.problems import BoundedNonConvex
-from stormplus.rates.experiment import measure
-from stormplus.rates.methods import CorrectedMomentum
-from stormplus.rates.report import versions
+from stormplus.theory.problems import BoundedNonConvex
+from stormplus.theory.rates.experiment import measure
+from stormplus.theory.rates.methods import CorrectedMomentum
+from stormplus.theory.rates.report import versions
 from stormplus.rules import StormPlusRule
 from stormplus.theory import main_theorem_constants
 

@@ -20,9 +20,9 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
-from stormplus.problems import breast_cancer
-from stormplus.rates.report import versions
-from stormplus.rivals import METHODS, minimize_finite_sum
+from stormplus.theory.problems import breast_cancer
+from stormplus.theory.rates.report import versions
+from stormplus.theory.rivals import METHODS, minimize_finite_sum
 
 DOCS = Path(__file__).parents[1]
 PASSES, SEEDS, TUNING_SEEDS = 100, range(5), range(100, 102)

@@ -20,8 +20,8 @@ import torch
 from matplotlib.figure import Figure
 
 from stormplus import StormPlus, minimize
-from stormplus.problems import breast_cancer
-from stormplus.rates.report import versions
+from stormplus.theory.problems import breast_cancer
+from stormplus.theory.rates.report import versions
 from stormplus.theory import Observer
 
 DOCS = Path(__file__).parents[1]

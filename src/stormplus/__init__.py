@@ -9,11 +9,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stormplus.solver import minimize as minimize
+    from stormplus.reference import minimize as minimize
     from stormplus.torch import SimplifiedStormPlus as SimplifiedStormPlus
     from stormplus.torch import Storm as Storm
     from stormplus.torch import StormPlus as StormPlus
-    from stormplus.torch import StormPlusUnits as StormPlusUnits
+    from stormplus.torch import Untuned as Untuned
     from stormplus.torch import UniformIterate as UniformIterate
     from stormplus.torch import same_sample as same_sample
     from stormplus.torch import scaled_step as scaled_step
@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "minimize": "stormplus.solver",
+    "minimize": "stormplus.reference",
     "StormPlus": "stormplus.torch",
-    "StormPlusUnits": "stormplus.torch",
+    "Untuned": "stormplus.torch",
     "SimplifiedStormPlus": "stormplus.torch",
     "Storm": "stormplus.torch",
     "UniformIterate": "stormplus.torch",
@@ -37,7 +37,7 @@ __all__ = [
     "SimplifiedStormPlus",
     "Storm",
     "StormPlus",
-    "StormPlusUnits",
+    "Untuned",
     "UniformIterate",
     "minimize",
     "same_sample",

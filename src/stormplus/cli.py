@@ -17,7 +17,7 @@ COMMANDS = {
     "compare": ("stormplus.bench.compare_command:compare", "Train workloads with every method."),
     "data": ("stormplus.bench.data_command:data", "Fetch the data sets, with checksums."),
     "paper": ("stormplus.bench.paper_command:paper", "The paper's experiment, at your scale."),
-    "rates": ("stormplus.rates.command:rates", "The paper's rates, measured."),
+    "rates": ("stormplus.theory.rates.command:rates", "The paper's rates, measured."),
     "report": ("stormplus.bench.report_command:report", "One page with every picture and score."),
 }
 

@@ -18,11 +18,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 # A float, or an array of any framework that has the arithmetic operators.
 Scalar: TypeAlias = Any
+
+NORMS = ("raw", "mean")  # what |.|^2 means: the paper's, or divided by the number of elements
+SCOPES = ("global", "group", "tensor")  # which parameters make a bucket: they share their sums
 
 
 class Sum(NamedTuple):
@@ -157,6 +160,58 @@ def make_rule(method: str, **options: float) -> Rule:
     return rule
 
 
+def describe(rule: Rule) -> dict[str, Any]:
+    """What a checkpoint says of a rule: the name of its class, and its fields."""
+    if not is_dataclass(rule) or isinstance(rule, type):
+        raise TypeError(
+            f"a rule must be an object of a frozen dataclass, so that a checkpoint can tell which "
+            f"one it is, got {rule!r}"
+        )
+    return {"rule": type(rule).__name__} | {f.name: getattr(rule, f.name) for f in fields(rule)}
+
+
+# Beyond the paper: the formulas of `Untuned` (docs/untuned.md). r is the distance from the start
+# that the run has measured, s a coordinate's root mean square gradient.
+
+
+def first_distance(start: Scalar) -> Scalar:
+    """r before any move, from the RMS of x_1: results hardly depend on the hundredth."""
+    return 0.01 * (start + (start == 0))  # zeros tell no scale: as if their RMS were 1
+
+
+def untuned_step_size(r: Scalar, t: Scalar) -> Scalar:
+    """The step in units of s: every gradient has norm 1 there, so t is the sum of |g_i|^2.
+
+    The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of d does
+    not go down with t.
+    """
+    return r * t ** (-1 / 2)
+
+
+def untuned_gain(t: Scalar) -> Scalar:
+    """The weight of the t-th gradient in d."""
+    return _forgetting(0.1, t)
+
+
+def unit_weight(t: Scalar) -> Scalar:
+    """The weight of the t-th squared gradient in s^2: a mean over about a hundred."""
+    return _forgetting(0.01, t)
+
+
+def average_weight(t: Scalar) -> Scalar:
+    """The weight of the t-th iterate in the average so far: the last ones count, as t^8.
+
+    Shamir and Zhang (2013), polynomial-decay averaging.
+    """
+    return 9 / (t + 8)
+
+
+def _forgetting(last: float, t: Scalar) -> Scalar:
+    """max(last, 1/t): the weight of the t-th value in a mean that comes to forget."""
+    return last + (1 / t - last) * (1 / t > last)
+
+
+# -- goes with the old torch optimizer --
 # Beyond the paper: the two rules of STORM+ in measured units (docs/untuned.md). r is the
 # distance unit, s the gradient unit; both are numbers that the run has measured.
 FIRST_DISTANCE = 0.01  # r before any move, relative to |x_1|: results hardly depend on it
@@ -194,11 +249,6 @@ class UnitsRule:
         a = decaying(self.gain, t + 1)
         eta = r * t ** (-1 / 2)
         return Sums(sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq / a)), a, eta
-
-
-def average_weight(t: Scalar) -> Scalar:
-    """The weight of the t-th iterate in the average so far."""
-    return (1 + DEGREE) / (t + DEGREE)
 
 
 def decaying(last: float, t: Scalar) -> Scalar:

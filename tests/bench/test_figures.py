@@ -32,7 +32,7 @@ def test_no_two_methods_look_alike():
     assert len(set(looks)) == len(looks)
     assert len({s.marker for s in style.STYLES.values()}) == len(looks)  # grey print
     labels = [
-        *("STORM+", "STORM+ mean", "simplified STORM+", "simplified STORM+ mean", "STORM+ units"),
+        *("STORM+", "STORM+ mean", "simplified STORM+", "simplified STORM+ mean", "Untuned"),
         *("STORM", "STORM mean", "SGD", "SGD momentum", "Adam", "AdamW", "AdaGrad", "RMSprop"),
         *("Schedule-Free", "Prodigy", "DoG", "D-Adaptation", "Mechanic", "MARS", "SVRG"),
     ]

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 from stormplus.bench import profiles, rows
 
 pytestmark = pytest.mark.usefixtures("benchmark")
@@ -39,7 +39,7 @@ def point(run):
 def shipped(training):
     from benchmark_utils.steppers import AtAverage
 
-    return AtAverage(StormPlusUnits(training.model.parameters()))
+    return AtAverage(Untuned(training.model.parameters()))
 
 
 def study():

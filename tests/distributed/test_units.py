@@ -1,4 +1,4 @@
-"""StormPlusUnits over two processes: the run is that of one process on the joined batches."""
+"""Untuned over two processes: the run is that of one process on the joined batches."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""What each rank of a test of StormPlusUnits does."""
+"""What each rank of a test of Untuned does."""
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -8,7 +8,7 @@ from small_models import Loop, Tanh, batches, result, share, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 
 
 def everything(model, opt, calls=None):
@@ -28,14 +28,14 @@ def train(loop, samples, where=None):
 
 def one_process(steps, **options):
     model = Tanh()
-    loop = Loop(model, StormPlusUnits(grouped(model), **options))
+    loop = Loop(model, Untuned(grouped(model), **options))
     train(loop, batches(steps))
     return everything(model, loop.opt, loop.calls)
 
 
 def parity(steps, kind, **options):
     model = {"fsdp": sharded, "ddp": lambda: DDP(Tanh())}[kind]()
-    loop = Loop(model, StormPlusUnits(grouped(model), **options))
+    loop = Loop(model, Untuned(grouped(model), **options))
     train(loop, batches(steps), place())
     return everything(model, loop.opt, loop.calls)
 
@@ -43,7 +43,7 @@ def parity(steps, kind, **options):
 def one_bad_sample(steps, kind, bad_step):
     """Rank 1 alone has a sample that is not finite."""
     model = {"fsdp": sharded, "ddp": lambda: DDP(Tanh())}[kind]()
-    loop, errors = Loop(model, StormPlusUnits(grouped(model))), []
+    loop, errors = Loop(model, Untuned(grouped(model))), []
     for step, batch in enumerate(batches(steps)):
         u, y = share(batch, *place())
         if step == bad_step and place()[0] == 1:
@@ -58,14 +58,14 @@ def one_bad_sample(steps, kind, bad_step):
 def resumed(steps, cut, folder, averaged):
     """Train, save with torch's distributed checkpoint, load into a fresh model, and go on."""
     model = sharded()
-    loop = Loop(model, StormPlusUnits(grouped(model)))
+    loop = Loop(model, Untuned(grouped(model)))
     samples = batches(steps)
     train(loop, samples[:cut], place())
     new_model = sharded()
     with torch.no_grad():
         for p in new_model.parameters():
             p.zero_()
-    new_loop = Loop(new_model, StormPlusUnits(grouped(new_model)))
+    new_loop = Loop(new_model, Untuned(grouped(new_model)))
     if averaged:
         loop.opt.eval()
         new_loop.opt.eval()

@@ -11,7 +11,7 @@ import torch
 from plain_loop import assert_same_runs, batches, network, plain_run, snapshot
 from torch.nn import functional as F
 
-from stormplus import SimplifiedStormPlus, Storm, StormPlus, StormPlusUnits, same_sample
+from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, same_sample
 from stormplus.integrations.factories import register_pytorch_optimizer, register_timm
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "factories.md"
@@ -19,7 +19,7 @@ NAMES = {
     "stormplus": StormPlus,
     "simplifiedstormplus": SimplifiedStormPlus,
     "storm": Storm,
-    "stormplusunits": StormPlusUnits,
+    "untuned": Untuned,
 }
 
 

@@ -1,4 +1,4 @@
-"""StormPlusUnits in each trainer's plain way: the plain loop's run, one evaluation a step."""
+"""Untuned in each trainer's plain way: the plain loop's run, one evaluation a step."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from trainer_cases import ROWS, assert_same_states
 from units_loop import units_loop
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 from stormplus.torch.optimizer import takes_pairs
 
 # Lightning's own, as in test_lightning.py
@@ -57,7 +57,7 @@ def test_lightning():
 
     class Plain(Module):
         def configure_optimizers(self):
-            return StormPlusUnits(self.parameters())
+            return Untuned(self.parameters())
 
     recorder, module = Recorder(), Plain()
     fit = trainer(recorder)
@@ -66,7 +66,7 @@ def test_lightning():
     assert_same_states(recorder.states, states)
     assert module.evaluations == BATCHES
     assert fit.optimizers[0].diagnostics() == opt.diagnostics()
-    with pytest.raises(TypeError, match=r"got StormPlusUnits: .*leave the callback out"):
+    with pytest.raises(TypeError, match=r"got Untuned: .*leave the callback out"):
         trainer(StormPlusCallback()).fit(Plain(), loader(2))
 
 
@@ -76,7 +76,7 @@ def test_lightning_with_a_correction_and_the_callback():
 
     class Corrected(Module):
         def configure_optimizers(self):
-            return StormPlusUnits(self.parameters(), correction=True, distance=1, gradient=1)
+            return Untuned(self.parameters(), correction=True, distance=1, gradient=1)
 
     module = Corrected()
     states, _ = run(module, loader(BATCHES))
@@ -95,7 +95,7 @@ def test_huggingface(tmp_path):
     def made(kind):
         model = Model()
         recorder = Recorder(model.net)
-        opt = StormPlusUnits(model.parameters())
+        opt = Untuned(model.parameters())
         trainer = kind(
             model, arguments(tmp_path), train_dataset=Rows(BATCHES), optimizers=(opt, None),
             callbacks=[recorder],
@@ -108,7 +108,7 @@ def test_huggingface(tmp_path):
     assert_same_states(recorder.states, states)
     assert model.evaluations == BATCHES
     assert opt.diagnostics() == plain_opt.diagnostics()
-    with pytest.raises(TypeError, match=r"got StormPlusUnits: .*transformers.Trainer"):
+    with pytest.raises(TypeError, match=r"got Untuned: .*transformers.Trainer"):
         made(OrderedTrainer)[0].train()
 
 
@@ -130,7 +130,7 @@ def test_accelerate(ours, window):
         model = trainer_cases.network()
         parts = (
             model,
-            StormPlusUnits(model.parameters()),
+            Untuned(model.parameters()),
             DataLoader(TensorDataset(*trainer_cases.data(BATCHES)), batch_size=ROWS),
         )
         prepared = prepare(accelerator, *parts) if ours else accelerator.prepare(*parts)
@@ -180,7 +180,7 @@ def test_skorch(mixin):
     seed, kind = Seed(), WithMixin if mixin else skorch.NeuralNetClassifier
     torch.manual_seed(0)
     net = kind(
-        Network, criterion=nn.CrossEntropyLoss, optimizer=StormPlusUnits, lr=1.0, verbose=0,
+        Network, criterion=nn.CrossEntropyLoss, optimizer=Untuned, lr=1.0, verbose=0,
         batch_size=BATCH, max_epochs=EPOCHS, train_split=None, callbacks=[("seed", seed)],
     )  # fmt: skip
     net.fit(*data())
@@ -190,10 +190,10 @@ def test_skorch(mixin):
 def test_fastai(tmp_path):
     fastai_runs = pytest.importorskip("fastai_runs")
     storm, StormCallback = fastai_runs.storm, fastai_runs.StormCallback
-    learn, watch = fastai_runs.learner(tmp_path, opt_func=storm(StormPlusUnits))
-    with pytest.raises(TypeError, match=r"StormPlusUnits takes one gradient a step.*leave"):
+    learn, watch = fastai_runs.learner(tmp_path, opt_func=storm(Untuned))
+    with pytest.raises(TypeError, match=r"Untuned takes one gradient a step.*leave"):
         learn.fit(EPOCHS)
-    learn, watch = fastai_runs.learner(tmp_path, opt_func=storm(StormPlusUnits))
+    learn, watch = fastai_runs.learner(tmp_path, opt_func=storm(Untuned))
     learn.remove_cb(StormCallback)
     learn.fit(EPOCHS)
     # fastai's wrapper has weight decay of its own: the default of Learner is none
@@ -208,7 +208,7 @@ def test_fastai(tmp_path):
 def test_keras():
     runs = pytest.importorskip("keras_runs")
     model = runs.TorchInside()
-    run = runs.fitted(model, lambda: snapshot(model.inside.module), method="StormPlusUnits")
+    run = runs.fitted(model, lambda: snapshot(model.inside.module), method="Untuned")
     check_loop(run, model.inside.module, model.optimizer.torch_optimizer)
 
 
@@ -224,10 +224,10 @@ def test_by_name_from_pytorch_optimizer(lookahead):
         register_pytorch_optimizer()
         model, run = network(), []
         opt = factory.create_optimizer(
-            model, "StormPlusUnits", lr=1.0, weight_decay=0.0, use_lookahead=lookahead
+            model, "Untuned", lr=1.0, weight_decay=0.0, use_lookahead=lookahead
         )
         inner = opt.optimizer if lookahead else opt
-        assert isinstance(inner, StormPlusUnits)
+        assert isinstance(inner, Untuned)
         assert not takes_pairs(inner)
         for i, (x, y) in enumerate(batches(EPOCHS)):
             torch.manual_seed(i)

@@ -16,7 +16,7 @@ from jax_problems import (
     step_of,
 )
 
-from stormplus.jax import storm_plus_units
+from stormplus.jax import untuned
 
 STEPS = 200
 ROWS = np.random.default_rng(3).integers(64, size=(STEPS, 4))
@@ -53,7 +53,7 @@ def quadratic(x, sample):
 @functools.cache
 def compiled(correction, **options):
     """A transformation and its step on a quadratic, compiled once for all the tests."""
-    tx = storm_plus_units(correction=correction, **options)
+    tx = untuned(correction=correction, **options)
     return tx, step_of(tx, quadratic)
 
 

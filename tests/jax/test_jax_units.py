@@ -26,7 +26,7 @@ from jax_units import (
 )
 from units_oracle import units_run
 
-from stormplus.jax import averaged, storm_plus, storm_plus_units, verify
+from stormplus.jax import averaged, storm_plus, untuned, verify
 
 # --- the numbers of the reference ------------------------------------------------------------
 
@@ -62,7 +62,7 @@ BOTH = [
 def test_equals_the_reference_over_200_steps(correction, options):
     problem = Regression()
     sign = -1 if options.get("maximize") else 1
-    tx = storm_plus_units(correction=correction, **options)
+    tx = untuned(correction=correction, **options)
     samples = jnp.asarray(ROWS)
 
     def grad(params, rows):
@@ -118,7 +118,7 @@ def test_a_schedule_is_evaluated_at_the_move(correction):
     def grad(params, sample):
         return [g + sample[1] for g in problem.grad(params, sample[0])]
 
-    tx = storm_plus_units(schedule, correction=correction)
+    tx = untuned(schedule, correction=correction)
     params, state = train(correction, tx, grad, problem.params(), samples)
     used = np.delete(ROWS[:30], 7, axis=0)
     rows = units_run(
@@ -146,7 +146,7 @@ def test_with_both_units_1_and_correction_it_is_storm_plus(options):
     """Bit for bit, in the float32 that any difference would show in."""
     problem, samples = Regression(), jnp.asarray(ROWS[:60])
     params = problem.params(jnp.float32)
-    tx = storm_plus_units(correction=True, distance=1.0, gradient=1.0, **options)
+    tx = untuned(correction=True, distance=1.0, gradient=1.0, **options)
     got, state = run(tx, problem.grad, params, samples)
     expected, expected_state = run(storm_plus(**options), problem.grad, params, samples)
     assert_trees_equal(got, expected)
@@ -162,7 +162,7 @@ def test_with_both_units_1_and_correction_it_is_storm_plus(options):
 def test_the_units_of_f_and_x_do_not_matter(correction):
     """f'(x) = f_unit f(x / x_unit) from x_unit x_1 visits x_unit times the points of f."""
     problem, samples = Regression(), jnp.asarray(ROWS[:100])
-    tx = storm_plus_units(correction=correction, scope="tensor")
+    tx = untuned(correction=correction, scope="tensor")
 
     @jax.jit
     def ends(f_unit, x_unit):
@@ -194,7 +194,7 @@ def test_the_average_never_influences_the_run(correction):
 
 @MODES
 def test_before_the_first_step_the_average_is_the_parameters(correction):
-    tx = optax.chain(optax.clip(1.0), storm_plus_units(correction=correction))
+    tx = optax.chain(optax.clip(1.0), untuned(correction=correction))
     half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), PARAMS)
     for params in (PARAMS, half):
         assert_trees_equal(jax.jit(averaged)(tx.init(params), params), params)
@@ -202,7 +202,7 @@ def test_before_the_first_step_the_average_is_the_parameters(correction):
 
 @pytest.mark.parametrize("state", [(), storm_plus().init(PARAMS), optax.adam(0.1).init(PARAMS)])
 def test_without_a_state_of_it_there_is_no_average(state):
-    with pytest.raises(ValueError, match="needs a state of storm_plus_units"):
+    with pytest.raises(ValueError, match="needs a state of untuned"):
         averaged(state, PARAMS)
 
 
@@ -229,11 +229,11 @@ def test_without_a_state_of_it_there_is_no_average(state):
 )
 def test_options_are_checked(options, error, message):
     with pytest.raises(error, match=message):
-        storm_plus_units(**options)
+        untuned(**options)
 
 
 def test_update_needs_the_parameters():
-    tx = storm_plus_units()
+    tx = untuned()
     with pytest.raises(TypeError, match=r"needs the parameters.*got None as params"):
         tx.update(PARAMS, tx.init(PARAMS))
     with pytest.raises(ValueError, match="the state is of other parameters"):
@@ -243,6 +243,6 @@ def test_update_needs_the_parameters():
 
 
 def test_with_correction_update_needs_grad_fn():
-    tx = storm_plus_units(correction=True)
+    tx = untuned(correction=True)
     with pytest.raises(TypeError, match="None as grad_fn"):
         tx.update(PARAMS, tx.init(PARAMS), PARAMS)

@@ -31,7 +31,7 @@ from jax_units import (
     walk,
 )
 
-from stormplus.jax import UnitsState, averaged, storm_plus_units
+from stormplus.jax import UnitsState, averaged, untuned
 
 pytestmark = pytest.mark.long  # most of it is compilation
 
@@ -44,7 +44,7 @@ pytestmark = pytest.mark.long  # most of it is compilation
 )
 def test_half_precision_has_float32_buffers(correction, dtype):
     params = {"half": jnp.full(3, 2.0, dtype), "single": jnp.ones(2)}
-    tx = storm_plus_units(correction=correction)
+    tx = untuned(correction=correction)
     moved, state = train(
         correction,
         tx,
@@ -63,7 +63,7 @@ def test_half_precision_has_float32_buffers(correction, dtype):
 
 def test_the_average_keeps_what_bfloat16_cannot():
     x1 = jnp.full(2, 1.0, jnp.bfloat16)
-    (x, state), points = one_gradient(storm_plus_units(), lambda p, s: p, x1, jnp.ones(40))
+    (x, state), points = one_gradient(untuned(), lambda p, s: p, x1, jnp.ones(40))
     mean = np.zeros(2)
     for t, point in enumerate(np.asarray(points, np.float64), start=1):
         mean += 9 / (t + 8) * (point - mean)
@@ -81,11 +81,11 @@ def test_masked_leaves_stay_and_do_not_count(correction):
         return jax.tree.map(lambda leaf: sample * leaf.astype(jnp.float32), p)
 
     samples = jnp.array([1.0, 2.0, 0.5, 1.5])
-    tx = storm_plus_units(correction=correction, mask=mask)
+    tx = untuned(correction=correction, mask=mask)
     full, state = train(correction, tx, grad, params, samples)
     kept = {"a": params["a"]}
     alone, alone_state = train(
-        correction, storm_plus_units(correction=correction), grad, kept, samples
+        correction, untuned(correction=correction), grad, kept, samples
     )
     assert_trees_equal(full, {"a": alone["a"], "frozen": params["frozen"]})
     assert_trees_equal(jax.tree.leaves(state), jax.tree.leaves(alone_state))
@@ -99,7 +99,7 @@ def test_buffers(correction):
     """Four, or three with correction; and none for what is not asked for."""
 
     def count(**options):
-        state = storm_plus_units(correction=correction, **options).init(jnp.ones((40, 50)))
+        state = untuned(correction=correction, **options).init(jnp.ones((40, 50)))
         return sum(leaf.size == 2000 for leaf in jax.tree.leaves(state))
 
     full = 3 if correction else 4
@@ -108,7 +108,7 @@ def test_buffers(correction):
     assert count(distance=1.0) == full - 1
     assert count(gradient=1.0) == (full if correction else full - 1)
     if not correction:
-        assert isinstance(storm_plus_units().init(jnp.ones(2)), UnitsState)
+        assert isinstance(untuned().init(jnp.ones(2)), UnitsState)
 
 
 @pytest.mark.parametrize("params", [{}, {"a": None}, {"a": jnp.zeros((0, 3))}, 3.0])
@@ -121,7 +121,7 @@ def test_empty_trees_and_numbers(correction, scope, params):
 
 
 def test_map_params_finds_the_buffers():
-    tx, params = storm_plus_units(), {"a": jnp.ones(2), "b": jnp.ones(3)}
+    tx, params = untuned(), {"a": jnp.ones(2), "b": jnp.ones(3)}
     marked = optax.tree.map_params(tx, lambda leaf: leaf * 0 + 7, tx.init(params))
     buffers = (marked.estimator, marked.gradient_unit, marked.origin, marked.average)
     assert all((leaf == 7).all() for leaf in jax.tree.leaves(buffers))
@@ -137,32 +137,32 @@ def test_clipping_before_it_in_a_chain():
     def clipped(p, sample):
         return clip.update(quadratic(p, sample), optax.EmptyState())[0]
 
-    expected, expected_state = eager(storm_plus_units(), grad=clipped)
+    expected, expected_state = eager(untuned(), grad=clipped)
     for tx in (
-        optax.chain(clip, storm_plus_units()),
-        storm_plus_units(gradient_transform=clip),
+        optax.chain(clip, untuned()),
+        untuned(gradient_transform=clip),
     ):
         params, state = eager(tx)
         assert_trees_close(params, expected, rtol=1e-6)
         assert_trees_close(averaged(state, params), averaged(expected_state, expected), rtol=1e-6)
-    plain, _ = eager(storm_plus_units())
+    plain, _ = eager(untuned())
     assert float(jnp.abs(plain["a"] - expected["a"]).max()) > 1e-4
 
 
 def test_multi_steps_hands_over_the_mean_gradient():
-    tx = optax.MultiSteps(storm_plus_units(), every_k_schedule=2)
+    tx = optax.MultiSteps(untuned(), every_k_schedule=2)
     got, state = one_gradient(tx, quadratic, PARAMS, CURVATURES)[0]
-    expected, expected_state = eager(storm_plus_units(), CURVATURES.reshape(-1, 2).mean(axis=1))
+    expected, expected_state = eager(untuned(), CURVATURES.reshape(-1, 2).mean(axis=1))
     assert_trees_close(got, expected, rtol=1e-6)
     assert_trees_close(averaged(state, got), averaged(expected_state, expected), rtol=1e-6)
     assert int(state.inner_opt_state.step) == 3
 
 
 def test_partition_gives_each_label_units_of_its_own():
-    tx = optax.partition({0: storm_plus_units(), 1: storm_plus_units(0.5)}, {"a": 0, "b": 1})
+    tx = optax.partition({0: untuned(), 1: untuned(0.5)}, {"a": 0, "b": 1})
     got, state = eager(tx)
     for name, lr in [("a", 1.0), ("b", 0.5)]:
-        alone, alone_state = eager(storm_plus_units(lr), params={name: PARAMS[name]})
+        alone, alone_state = eager(untuned(lr), params={name: PARAMS[name]})
         np.testing.assert_array_equal(got[name], alone[name])
         mean = averaged(alone_state, alone)[name]
         np.testing.assert_array_equal(averaged(state, got)[name], mean)
@@ -170,7 +170,7 @@ def test_partition_gives_each_label_units_of_its_own():
 
 @MODES
 def test_trees_with_holes_raise_where_grad_fn_would_meet_them(correction):
-    tx = optax.masked(storm_plus_units(correction=correction), {"a": True, "b": False})
+    tx = optax.masked(untuned(correction=correction), {"a": True, "b": False})
     if not correction:
         moved, _ = eager(tx, params={"a": PARAMS["a"], "b": 0 * PARAMS["b"]})
         assert float(moved["a"][0]) < 3
@@ -182,9 +182,9 @@ def test_trees_with_holes_raise_where_grad_fn_would_meet_them(correction):
 @pytest.mark.parametrize("fixed", [{}, {"distance": 0.2, "gradient": 3.0}])
 def test_inject_hyperparams(fixed):
     options = {"lr": 0.3, "weight_decay": 0.01, **fixed}
-    tx = optax.inject_hyperparams(storm_plus_units)(**options, scope="tensor")
+    tx = optax.inject_hyperparams(untuned)(**options, scope="tensor")
     got, state = one_gradient(tx, quadratic, PARAMS, CURVATURES)[0]
-    expected, expected_state = eager(storm_plus_units(**options, scope="tensor"))
+    expected, expected_state = eager(untuned(**options, scope="tensor"))
     assert_trees_close(got, expected, rtol=1e-5)
     assert_trees_close(averaged(state, got), averaged(expected_state, expected), rtol=1e-5)
     assert set(options) <= set(state.hyperparams)
@@ -192,7 +192,7 @@ def test_inject_hyperparams(fixed):
 
 def test_inject_hyperparams_with_correction():
     options = {"lr": 0.3, "distance": 0.2, "gradient": 3.0}
-    tx = optax.inject_hyperparams(storm_plus_units)(**options, correction=True)
+    tx = optax.inject_hyperparams(untuned)(**options, correction=True)
     got, state = run(tx, quadratic, PARAMS, CURVATURES)
     expected, _ = walk(True, **options)
     assert_trees_close(got, expected, rtol=1e-5)
@@ -200,7 +200,7 @@ def test_inject_hyperparams_with_correction():
 
 
 def test_compiles_once_and_scan_equals_the_loop():
-    traces, tx = [], storm_plus_units(lr=lambda count: 1 / (1 + count), weight_decay=0.1)
+    traces, tx = [], untuned(lr=lambda count: 1 / (1 + count), weight_decay=0.1)
 
     def grad(params, sample):
         traces.append(sample)
@@ -218,7 +218,7 @@ def test_compiles_once_and_scan_equals_the_loop():
 def test_vmap_over_seeds(correction):
     """One run a seed; a gradient that is not finite in one of them stays its affair."""
     scales = jnp.array([[1.0, 2.0, 3.0, 1.0], [1.0, 2.0, jnp.nan, 1.0], [2.0, 1.0, 1.0, 1.0]])
-    tx = storm_plus_units(correction=correction, scope="tensor")
+    tx = untuned(correction=correction, scope="tensor")
     together = jax.vmap(lambda s: train(correction, tx, quadratic, PARAMS, s))(scales)
     for seed in range(3):
         one = jax.tree.map(lambda leaf, seed=seed: leaf[seed], together)
@@ -230,7 +230,7 @@ def test_vmap_over_seeds(correction):
 @MODES
 def test_buffers_are_donated(correction):
     """Every buffer of the parameters and the state is reused, none twice."""
-    problem, tx = Regression(), storm_plus_units(correction=correction)
+    problem, tx = Regression(), untuned(correction=correction)
     step = jax.jit(step_of(tx, problem.grad, jit=False), donate_argnums=(0, 1))
     params = problem.params(jnp.float32)
     state = tx.init(params)

@@ -24,7 +24,7 @@ from jax_units import (
 )
 from units_oracle import units_run
 
-from stormplus.jax import storm_plus_units
+from stormplus.jax import untuned
 
 pytestmark = pytest.mark.long  # most of it is compilation
 
@@ -52,7 +52,7 @@ def test_float32_is_the_reference_at_every_size(size, x_size, n):
 
 @jax.jit
 def sweep(x1, g, factors):
-    return one_gradient(storm_plus_units(), lambda x, factor: factor * g, x1, factors)
+    return one_gradient(untuned(), lambda x, factor: factor * g, x1, factors)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-20, 1.1e-19, 1.0, 1e8, 1e20])
@@ -71,7 +71,7 @@ def test_with_correction_float32_is_the_reference_or_does_nothing(size):
 
 @jax.jit
 def corrected_sweep(x1, g):
-    return run(storm_plus_units(correction=True), lambda p, _: g, x1, jnp.zeros(5))
+    return run(untuned(correction=True), lambda p, _: g, x1, jnp.zeros(5))
 
 
 def test_opposite_gradients_at_the_end_of_float32_do_not_overflow():
@@ -84,7 +84,7 @@ def test_opposite_gradients_at_the_end_of_float32_do_not_overflow():
 @pytest.mark.parametrize(("correction", "scope"), [(False, "global"), (True, "tensor")])
 def test_a_leaf_whose_gradient_is_always_zero_stays(correction, scope):
     params = {"dead": jnp.array([2.0, 0.0]), "live": jnp.array([1.0, 3.0])}
-    tx = storm_plus_units(correction=correction, scope=scope)
+    tx = untuned(correction=correction, scope=scope)
     step = step_of(tx, lambda p, s: {"dead": 0 * p["dead"], "live": p["live"]})
     moved, state = params, tx.init(params)
     for _ in range(9):
@@ -99,7 +99,7 @@ def test_zero_parameters_start_with_a_hundredth(correction):
     """A leaf of zeros alone; together with others it has their unit."""
     params = [jnp.zeros(4), jnp.full(4, 5.0)]
     units = {
-        scope: parts(correction, storm_plus_units(correction=correction, scope=scope).init(params))[
+        scope: parts(correction, untuned(correction=correction, scope=scope).init(params))[
             1
         ]
         for scope in ("tensor", "global")
@@ -118,7 +118,7 @@ def test_zero_parameters_start_with_a_hundredth(correction):
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("before", [0, 3])
 def test_a_gradient_that_is_not_finite_has_no_effect(value, before):
-    tx = storm_plus_units(scope="tensor", weight_decay=0.1, decoupled_weight_decay=True)
+    tx = untuned(scope="tensor", weight_decay=0.1, decoupled_weight_decay=True)
     params, state = eager(tx, CURVATURES[:before])
     bad = {"a": params["a"].at[1].set(value), "b": params["b"]}
     updates, after = tx.update(bad, state, params)

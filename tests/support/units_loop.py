@@ -1,11 +1,11 @@
-"""The loop of any torch optimizer, with StormPlusUnits: what a trainer's run is compared with."""
+"""The loop of any torch optimizer, with Untuned: what a trainer's run is compared with."""
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 
 
 def units_loop(model, samples, loss_of, snapshot, *, each=lambda i: None, window=1, **options):
     """Snapshots after every step, and the optimizer; `each(i)` runs before sample i."""
-    opt = StormPlusUnits(model.parameters(), **options)
+    opt = Untuned(model.parameters(), **options)
     model.train()
     states = []
     for i, (x, y) in enumerate(samples):

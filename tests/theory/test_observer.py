@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stormplus import minimize
-from stormplus.problems import BoundedNonConvex, breast_cancer
+from stormplus.theory.problems import BoundedNonConvex, breast_cancer
 from stormplus.theory import Observer, trace_run
 
 torch = pytest.importorskip("torch")

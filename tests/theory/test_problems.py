@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormplus.problems import (
+from stormplus.theory.problems import (
     BoundedNonConvex,
     FiniteSum,
     MatrixCompletion,
@@ -249,8 +249,8 @@ def run_python(code):
 
 def test_importing_problems_and_theory_imports_no_framework():
     done = run_python(
-        "import sys, stormplus, stormplus.problems, stormplus.theory, stormplus.rates, "
-        "stormplus.rivals\n"
+        "import sys, stormplus, stormplus.theory.problems, stormplus.theory, stormplus.theory.rates, "
+        "stormplus.theory.rivals\n"
         "print([m for m in ('torch', 'jax', 'sklearn', 'matplotlib') if m in sys.modules])"
     )
     assert done.stdout.strip() == "[]", done.stdout + done.stderr
@@ -265,7 +265,7 @@ def test_importing_problems_and_theory_imports_no_framework():
 )
 def test_a_missing_extra_says_what_to_install(missing, use, advice):
     done = run_python(
-        f"import sys\nsys.modules[{missing!r}] = None\nfrom stormplus.problems import *\n{use}"
+        f"import sys\nsys.modules[{missing!r}] = None\nfrom stormplus.theory.problems import *\n{use}"
     )
     assert done.returncode != 0
     assert advice in done.stderr

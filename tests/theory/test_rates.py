@@ -10,11 +10,11 @@ from click.testing import CliRunner
 
 from stormplus import minimize
 from stormplus.cli import COMMANDS, main
-from stormplus.problems import BoundedNonConvex
-from stormplus.rates import METHODS, Plan, run_method, slope, slopes, table
-from stormplus.rates.experiment import measure, samples
-from stormplus.rates.methods import SGD, AdaGradNorm, CorrectedMomentum, storm_constants
-from stormplus.rates.report import details
+from stormplus.theory.problems import BoundedNonConvex
+from stormplus.theory.rates import METHODS, Plan, run_method, slope, slopes, table
+from stormplus.theory.rates.experiment import measure, samples
+from stormplus.theory.rates.methods import SGD, AdaGradNorm, CorrectedMomentum, storm_constants
+from stormplus.theory.rates.report import details
 from stormplus.rules import make_rule
 
 SEEDS = (0, 3)
@@ -202,7 +202,7 @@ def test_help_lists_commands_without_importing_them():
 
 def test_a_missing_extra_says_what_to_install(monkeypatch):
     for name in list(sys.modules):
-        if name.split(".")[0] == "rich" or name == "stormplus.rates.command":
+        if name.split(".")[0] == "rich" or name == "stormplus.theory.rates.command":
             monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "rich.console", None)
     done = CliRunner().invoke(main, ["rates", "--quick"])

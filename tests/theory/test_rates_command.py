@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner
 
 from stormplus.cli import main
-from stormplus.rates import METHODS, Plan, Result, figure
-from stormplus.rates.command import rates
-from stormplus.rates.store import load, part, read, save, write_whole
-from stormplus.rates.workers import MethodFailed, run_all
+from stormplus.theory.rates import METHODS, Plan, Result, figure
+from stormplus.theory.rates.command import rates
+from stormplus.theory.rates.store import load, part, read, save, write_whole
+from stormplus.theory.rates.workers import MethodFailed, run_all
 
 TINY = Plan(
     steps=400,
@@ -200,8 +200,8 @@ def test_help_teaches():
 STOPPABLE = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
-from stormplus.rates import Plan
-from stormplus.rates.command import rates
+from stormplus.theory.rates import Plan
+from stormplus.theory.rates.command import rates
 plan = Plan(**eval(sys.argv[2]))
 Plan.quick = lambda: plan
 chosen = ["--method", "storm", "--method", "adagrad-norm"]

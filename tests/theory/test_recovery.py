@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from stormplus import minimize
-from stormplus.problems import (
+from stormplus.theory.problems import (
     digit_phase_retrieval,
     digits_nmf,
     image_completion,

@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stormplus.problems import RobustRegression, breast_cancer, outlier_regression
-from stormplus.rivals import METHODS, _Oracle, minimize_finite_sum
+from stormplus.theory.problems import RobustRegression, breast_cancer, outlier_regression
+from stormplus.theory.rivals import METHODS, _Oracle, minimize_finite_sum
 
 
 class Counting:

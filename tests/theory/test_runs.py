@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormplus.problems import BoundedNonConvex, outlier_regression
+from stormplus.theory.problems import BoundedNonConvex, outlier_regression
 from stormplus.theory import (
     error_dynamics,
     main_theorem_constants,

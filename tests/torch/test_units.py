@@ -1,4 +1,4 @@
-"""StormPlusUnits against the literal reference, its invariances, and numbers at the edge."""
+"""Untuned against the literal reference, its invariances, and numbers at the edge."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from problems_for_tests import Network
 from torch import nn
 from units_oracle import units_run
 
-from stormplus import StormPlus, StormPlusUnits, same_sample
+from stormplus import StormPlus, Untuned, same_sample
 
 STEPS = 200
 GROUPS = (0, 1, 1)  # which group a block of the network is in
@@ -37,7 +37,7 @@ def reference(problem, steps=STEPS, scope="global", **options):
 def optimizer(params, decoupled=False, lr=1.0, **options):
     groups = [{"params": [p for p, i in zip(params, GROUPS) if i == g]} for g in (0, 1)]
     factor = 1.0 if callable(lr) else lr
-    return StormPlusUnits(groups, factor, decoupled_weight_decay=decoupled, **options)
+    return Untuned(groups, factor, decoupled_weight_decay=decoupled, **options)
 
 
 def close(ours, theirs):
@@ -94,7 +94,7 @@ def test_equals_the_reference(correction, options):
 def test_a_correction_at_full_length_equals_the_reference_while_it_can():
     problem = Network(samples=30)
     params = problem.parameters()
-    opt = StormPlusUnits(params, correction=True)
+    opt = Untuned(params, correction=True)
     for xi, row in zip(problem.samples, reference(problem, 30, correction=True)):
         opt.step(problem.closure(opt, params, xi))
         for p, x in zip(params, row["x"]):
@@ -126,7 +126,7 @@ def test_unit_units_are_storm_plus_bit_for_bit(halves, scope):
     runs = []
     for cls, units in (
         (StormPlus, {}),
-        (StormPlusUnits, {"correction": True, "distance": 1, "gradient": 1}),
+        (Untuned, {"correction": True, "distance": 1, "gradient": 1}),
     ):
         model = normalised()
         opt = cls(model.parameters(), lr=0.3, weight_decay=0.01, scope=scope, **units)
@@ -162,7 +162,7 @@ def test_one_evaluation_a_step_with_or_without_a_closure():
     runs = []
     for with_closure in (True, False):
         params, calls = problem.parameters(), []
-        opt = StormPlusUnits(params)
+        opt = Untuned(params)
         for xi in problem.samples:
             closure = problem.closure(opt, params, xi, calls)
             if with_closure:
@@ -179,7 +179,7 @@ def test_one_evaluation_a_step_with_or_without_a_closure():
 def test_the_closure_runs_with_gradients_enabled():
     problem = Network(samples=2)
     params = problem.parameters()
-    opt = StormPlusUnits(params)
+    opt = Untuned(params)
     with torch.no_grad():
         problem.run(opt, params)
     assert opt.diagnostics()["step"] == 2
@@ -188,7 +188,7 @@ def test_the_closure_runs_with_gradients_enabled():
 def test_with_a_correction_the_first_step_takes_one_evaluation_and_later_ones_two():
     problem = Network(samples=5)
     params, counts = problem.parameters(), []
-    opt = StormPlusUnits(params, correction=True)
+    opt = Untuned(params, correction=True)
     for xi in problem.samples:
         calls = []
         opt.step(problem.closure(opt, params, xi, calls))
@@ -206,7 +206,7 @@ def test_rescaling_the_objective_changes_nothing(correction, factor):
     ends = []
     for scale in (1.0, factor):
         params = problem.parameters()
-        opt = StormPlusUnits(params, CALM[correction], correction=correction)
+        opt = Untuned(params, CALM[correction], correction=correction)
         for xi in problem.samples:
 
             def closure():
@@ -227,7 +227,7 @@ def test_rescaling_the_parameters_rescales_the_run(correction, factor):
     ends = []
     for scale in (1.0, factor):
         params = [nn.Parameter(scale * p.detach()) for p in problem.parameters()]
-        opt = StormPlusUnits(params, CALM[correction], correction=correction)
+        opt = Untuned(params, CALM[correction], correction=correction)
         for xi in problem.samples:
 
             def closure():

@@ -1,4 +1,4 @@
-"""StormPlusUnits: the average comes and goes exactly, and is never in the way."""
+"""Untuned: the average comes and goes exactly, and is never in the way."""
 
 import numpy as np
 import pytest
@@ -6,7 +6,7 @@ import torch
 from problems_for_tests import Network
 from units_oracle import units_run
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 
 BOTH = pytest.mark.parametrize("correction", [False, True])
 
@@ -14,7 +14,7 @@ BOTH = pytest.mark.parametrize("correction", [False, True])
 def made(dtype=torch.float64, **options):
     problem = Network(samples=20)
     params = problem.parameters(dtype)
-    return problem, params, StormPlusUnits(params, 0.3, **options)
+    return problem, params, Untuned(params, 0.3, **options)
 
 
 def values(params):

@@ -1,4 +1,4 @@
-"""StormPlusUnits when things change on the way: freezing, missing gradients, groups, restarts."""
+"""Untuned when things change on the way: freezing, missing gradients, groups, restarts."""
 
 import copy
 
@@ -7,7 +7,7 @@ import torch
 from problems_for_tests import Network, backward
 from torch import nn
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 
 BOTH = pytest.mark.parametrize("correction", [False, True])
 BAD = [float("inf"), float("-inf"), float("nan")]
@@ -16,7 +16,7 @@ BAD = [float("inf"), float("-inf"), float("nan")]
 def made(samples=20, **options):
     problem = Network(samples=samples)
     params = problem.parameters()
-    return problem, params, StormPlusUnits(zip("abc", params), 0.3, **options)
+    return problem, params, Untuned(zip("abc", params), 0.3, **options)
 
 
 def everything(opt, params):
@@ -73,7 +73,7 @@ def test_the_keeper_of_the_numbers_is_frozen(correction):
 
 def test_a_parameter_moved_to_another_dtype_takes_its_buffers_along():
     model = nn.Linear(3, 2)
-    opt = StormPlusUnits(model.parameters())
+    opt = Untuned(model.parameters())
     for dtype in (torch.float32, torch.float64):
         model.to(dtype)
         for _ in range(3):
@@ -127,7 +127,7 @@ def test_no_gradient_at_all_is_refused_at_every_step():
 def test_a_group_that_comes_later(correction, scope):
     problem = Network(samples=20)
     params = problem.parameters()
-    opt = StormPlusUnits(params[:2], 0.3, correction=correction, scope=scope)
+    opt = Untuned(params[:2], 0.3, correction=correction, scope=scope)
     problem.run(opt, params, problem.samples[:8])
     numbers = opt.diagnostics()
     opt.add_param_group({"params": [params[2]], "lr": 0.1})

@@ -1,4 +1,4 @@
-"""StormPlusUnits in ordinary loops, and what is for pairs of gradients refuses it."""
+"""Untuned in ordinary loops, and what is for pairs of gradients refuses it."""
 
 import warnings
 
@@ -7,21 +7,21 @@ import torch
 from problems_for_tests import Network, backward
 from torch import nn
 
-from stormplus import StormPlus, StormPlusUnits, same_sample, scaled_step, verify_closure
+from stormplus import StormPlus, Untuned, same_sample, scaled_step, verify_closure
 from stormplus.torch.optimizer import takes_pairs
 
 
 def made(samples=12, **options):
     problem = Network(samples=samples)
     params = problem.parameters()
-    return problem, params, StormPlusUnits(params, **options)
+    return problem, params, Untuned(params, **options)
 
 
 @pytest.mark.parametrize("name", ["distance", "gradient"])
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan"), "1", torch.ones(2)])
 def test_units_that_make_no_sense(name, value):
     with pytest.raises(ValueError, match=f"{name} must be a positive number, or None"):
-        StormPlusUnits(Network().parameters(), **{name: value})
+        Untuned(Network().parameters(), **{name: value})
 
 
 @pytest.mark.parametrize(
@@ -32,8 +32,8 @@ def test_units_that_make_no_sense(name, value):
 def test_options_of_pairs_need_a_correction(option):
     (name,) = option
     with pytest.raises(TypeError, match=f"{name}: only with correction=True"):
-        StormPlusUnits(Network().parameters(), **option)
-    StormPlusUnits(Network().parameters(), correction=True, **option)
+        Untuned(Network().parameters(), **option)
+    Untuned(Network().parameters(), correction=True, **option)
 
 
 def test_options_of_pairs_in_a_group_need_a_correction():
@@ -43,13 +43,13 @@ def test_options_of_pairs_in_a_group_need_a_correction():
         opt.add_param_group(late)
     assert len(opt.param_groups) == 1
     with pytest.raises(TypeError, match="fused: only with correction=True"):
-        StormPlusUnits([{"params": params, "fused": True}])
+        Untuned([{"params": params, "fused": True}])
 
 
 @pytest.mark.parametrize("option", [{"lr": -1}, {"weight_decay": -1}, {"scope": "layer"}], ids=str)
 def test_the_siblings_options_are_checked_as_theirs(option):
     with pytest.raises(ValueError, match=next(iter(option))):
-        StormPlusUnits(Network().parameters(), **option)
+        Untuned(Network().parameters(), **option)
 
 
 def test_halves_of_a_pair_need_a_correction():
@@ -61,7 +61,7 @@ def test_halves_of_a_pair_need_a_correction():
     assert not opt.started
 
 
-@pytest.mark.parametrize("opt_of", [StormPlusUnits, torch.optim.SGD])
+@pytest.mark.parametrize("opt_of", [Untuned, torch.optim.SGD])
 def test_what_makes_pairs_refuses_who_takes_one(opt_of):
     params = [nn.Parameter(torch.ones(2))]
     opt, calls = opt_of(params), []
@@ -84,8 +84,8 @@ def test_what_makes_pairs_refuses_who_takes_one(opt_of):
 def test_who_takes_pairs():
     params = [nn.Parameter(torch.ones(2))]
     assert takes_pairs(StormPlus(params))
-    assert takes_pairs(StormPlusUnits(params, correction=True))
-    assert not takes_pairs(StormPlusUnits(params))
+    assert takes_pairs(Untuned(params, correction=True))
+    assert not takes_pairs(Untuned(params))
     assert not takes_pairs(torch.optim.SGD(params))
     assert not takes_pairs(None)
 
@@ -152,7 +152,7 @@ def test_a_tensor_lr_is_a_number():
 
 def test_groups_have_their_own_lr_and_decay():
     problem, params, _ = made(samples=1)
-    opt = StormPlusUnits([{"params": params[:1], "lr": 0.0}, {"params": params[1:]}])
+    opt = Untuned([{"params": params[:1], "lr": 0.0}, {"params": params[1:]}])
     problem.run(opt, params)
     assert torch.equal(params[0], torch.tensor(problem.x0[0]))
     assert not torch.equal(params[1], torch.tensor(problem.x0[1]))
@@ -181,6 +181,6 @@ def test_the_gradient_is_left_as_it_is():
 def test_memory_is_four_buffers_and_scalars():
     p = nn.Parameter(torch.randn(1000, 1000))
     for options, buffers in (({}, 4), ({"average": False}, 3), ({"correction": True}, 3)):
-        opt = StormPlusUnits([p], **options)
+        opt = Untuned([p], **options)
         tensors = [v for v in opt.state[p].values() if torch.is_tensor(v)]
         assert sum(t.nbytes for t in tensors) == pytest.approx(buffers * p.nbytes, rel=0.01)

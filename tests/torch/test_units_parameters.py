@@ -1,4 +1,4 @@
-"""StormPlusUnits at the edges: extreme gradients, every kind of parameter, frozen, missing."""
+"""Untuned at the edges: extreme gradients, every kind of parameter, frozen, missing."""
 
 import numpy as np
 import pytest
@@ -7,7 +7,7 @@ from problems_for_tests import Network, backward
 from torch import nn
 from units_oracle import units_run
 
-from stormplus import StormPlusUnits
+from stormplus import Untuned
 
 BOTH = pytest.mark.parametrize("correction", [False, True])
 CALM = {False: 1.0, True: 0.3}  # see test_units.py
@@ -36,7 +36,7 @@ def test_float32_gradients_whose_squares_leave_float32(correction, size):
     ends = []
     for scale in (1.0, size):
         p = nn.Parameter(torch.linspace(-1, 1, 7))
-        descend(StormPlusUnits([p], correction=correction), [p], [[scale * row] for row in g])
+        descend(Untuned([p], correction=correction), [p], [[scale * row] for row in g])
         ends.append(p.detach())
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
     assert (ends[1] - torch.linspace(-1, 1, 7)).abs().min() > 1e-4
@@ -45,7 +45,7 @@ def test_float32_gradients_whose_squares_leave_float32(correction, size):
 @BOTH
 def test_gradients_of_zero_move_nothing_and_the_first_that_is_not_does(correction):
     p = nn.Parameter(torch.tensor([1.0, -2.0]))
-    opt = StormPlusUnits([p], correction=correction)
+    opt = Untuned([p], correction=correction)
     zero, one = torch.zeros(2), torch.tensor([1.0, 1.0])
     descend(opt, [p], [[zero]] * 5)
     assert torch.equal(p, torch.tensor([1.0, -2.0]))
@@ -59,7 +59,7 @@ def test_gradients_of_zero_move_nothing_and_the_first_that_is_not_does(correctio
 def test_one_element(correction):
     g = noise((1,), 100)
     p = nn.Parameter(torch.tensor([0.3], dtype=torch.float64))
-    descend(StormPlusUnits([p], correction=correction), [p], [[row] for row in g])
+    descend(Untuned([p], correction=correction), [p], [[row] for row in g])
     rows = units_run(lambda k, x, _: [g[k].numpy()], [[0.3]], 100, correction=correction)
     np.testing.assert_allclose(p.detach().numpy(), rows[-1]["x"][0], rtol=1e-10)
 
@@ -67,7 +67,7 @@ def test_one_element(correction):
 def test_the_first_step_of_one_element_by_hand():
     # r = 0.01 * 0.5, t = 1, d = s = 3: the step is 0.005 whatever the gradient is.
     p = nn.Parameter(torch.tensor([0.5], dtype=torch.float64))
-    descend(StormPlusUnits([p]), [p], [[torch.tensor([3.0], dtype=torch.float64)]])
+    descend(Untuned([p]), [p], [[torch.tensor([3.0], dtype=torch.float64)]])
     assert p.item() == pytest.approx(0.495, abs=1e-15)
 
 
@@ -77,7 +77,7 @@ def test_starting_from_zero(correction):
     problem.x0[0] *= 0
     only = problem.parameters()[:1]
     rest = [p.detach() for p in problem.parameters()[1:]]
-    opt = StormPlusUnits(only, 0.3, correction=correction)
+    opt = Untuned(only, 0.3, correction=correction)
     for xi in problem.samples:
 
         def closure():
@@ -99,7 +99,7 @@ def test_a_coordinate_without_a_gradient_and_one_that_dies():
     g[:, 1] = 0
     g[50:, 2] = 0
     p = nn.Parameter(torch.ones(3))
-    opt = StormPlusUnits([p])
+    opt = Untuned([p])
     descend(opt, [p], [[row] for row in g[:50]])
     dying = p[2].item()
     descend(opt, [p], [[row] for row in g[50:200]])
@@ -117,8 +117,8 @@ def test_bf16_has_float32_buffers_and_follows_float64(correction):
     params, wide = problem.parameters(torch.bfloat16), problem.parameters()
     for p, q in zip(params, wide):
         q.data.copy_(p.detach())
-    opt = StormPlusUnits(params, 0.3, correction=correction)
-    twin = StormPlusUnits(wide, 0.3, correction=correction)
+    opt = Untuned(params, 0.3, correction=correction)
+    twin = Untuned(wide, 0.3, correction=correction)
     problem.run(opt, params)
     problem.run(twin, wide)
     for p, q in zip(params, wide):
@@ -134,7 +134,7 @@ def test_bf16_has_float32_buffers_and_follows_float64(correction):
 def test_half_precision_is_rounded_once():
     p = nn.Parameter(noise((500,), 1, dtype=torch.bfloat16)[0])
     x, g = p.detach().clone(), noise((500,), 1, seed=1, dtype=torch.bfloat16)[0]
-    descend(StormPlusUnits([p], 0.9), [p], [[g]])
+    descend(Untuned([p], 0.9), [p], [[g]])
     step = (0.9 * 0.01 * x.double().square().mean().sqrt()).float() * g.sign().float()
     assert torch.equal(p, (x.float() - step).bfloat16())
     assert not torch.equal(p, x - step.bfloat16())  # which is rounded twice
@@ -142,7 +142,7 @@ def test_half_precision_is_rounded_once():
 
 def test_the_distance_of_float16_can_be_larger_than_float16():
     p = nn.Parameter(torch.tensor([49152.0, -49152.0], dtype=torch.float16))
-    opt = StormPlusUnits([p])
+    opt = Untuned([p])
     descend(opt, [p], [[torch.zeros(2, dtype=torch.float16)]])
     with torch.no_grad():
         p.neg_()
@@ -157,9 +157,9 @@ def test_complex_parameters_are_pairs_of_reals(correction):
     z = nn.Parameter(torch.view_as_complex(x.clone()))
     p = nn.Parameter(x.clone())
     descend(
-        StormPlusUnits([z], correction=correction), [z], [[torch.view_as_complex(r)] for r in g]
+        Untuned([z], correction=correction), [z], [[torch.view_as_complex(r)] for r in g]
     )
-    descend(StormPlusUnits([p], correction=correction), [p], [[row] for row in g])
+    descend(Untuned([p], correction=correction), [p], [[row] for row in g])
     torch.testing.assert_close(torch.view_as_real(z), p, rtol=1e-12, atol=1e-12)
 
 
@@ -180,7 +180,7 @@ def test_the_layout_in_memory_does_not_matter(correction, layout):
     assert not p.is_contiguous()
     for param in (p, q):
         grads = [[layout(row).contiguous()] for row in g]
-        opt = StormPlusUnits([param], correction=correction)
+        opt = Untuned([param], correction=correction)
         descend(opt, [param], grads)
         opt.eval()
     torch.testing.assert_close(p, q, rtol=1e-12, atol=1e-12)
@@ -193,7 +193,7 @@ def test_empty_tensors_change_nothing(correction):
     params, others = problem.parameters(), problem.parameters()
     empty = nn.Parameter(torch.zeros(0, 3, dtype=torch.float64))
     empty.grad = torch.zeros_like(empty)
-    opt = StormPlusUnits([*params, empty], CALM[correction], correction=correction)
+    opt = Untuned([*params, empty], CALM[correction], correction=correction)
     for xi in problem.samples:
 
         def closure():
@@ -201,7 +201,7 @@ def test_empty_tensors_change_nothing(correction):
             empty.grad = torch.zeros_like(empty)
 
         opt.step(closure)
-    problem.run(StormPlusUnits(others, CALM[correction], correction=correction), others)
+    problem.run(Untuned(others, CALM[correction], correction=correction), others)
     assert all(torch.equal(a, b) for a, b in zip(params, others))
     opt.eval()
     opt.train()

@@ -1,4 +1,4 @@
-"""StormPlusUnits: a copied or resumed run is the run, bit by bit, also at the average."""
+"""Untuned: a copied or resumed run is the run, bit by bit, also at the average."""
 
 import copy
 import pickle
@@ -9,7 +9,7 @@ from checkpoint_ways import through_dcp, through_torch_save
 from problems_for_tests import Network
 from torch import nn
 
-from stormplus import SimplifiedStormPlus, Storm, StormPlus, StormPlusUnits
+from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 
 BOTH = pytest.mark.parametrize("correction", [False, True])
 DTYPES = [torch.float64, torch.float32, torch.bfloat16]
@@ -29,7 +29,7 @@ class Model(nn.Module):
 
 def made(dtype=torch.float64, seed=0, **options):
     model = Model(Network(seed, samples=20), dtype)
-    return model, StormPlusUnits(model.parameters(), 0.3, **options)
+    return model, Untuned(model.parameters(), 0.3, **options)
 
 
 def values(model):
@@ -122,7 +122,7 @@ def test_an_average_without_its_iterate_is_refused(tmp_path):
         through_dcp(model, opt, resumed, new_opt, tmp_path)
 
 
-def trained(cls=StormPlusUnits, **options):
+def trained(cls=Untuned, **options):
     model = Model(Network(samples=3))
     opt = cls(model.parameters(), **options)
     model.train_on(opt, model.problem.samples)
@@ -132,9 +132,9 @@ def trained(cls=StormPlusUnits, **options):
 @pytest.mark.parametrize(
     ("own", "state", "message"),
     [
-        ({}, lambda: trained(torch.optim.Adam), "not the state of StormPlusUnits .*exp_avg"),
-        ({}, lambda: trained(StormPlus), "'StormPlusRule', StormPlusUnits has 'UnitsRule'"),
-        ({"distance": 1.0}, lambda: trained(StormPlus), "'StormPlusRule', StormPlusUnits has"),
+        ({}, lambda: trained(torch.optim.Adam), "not the state of Untuned .*exp_avg"),
+        ({}, lambda: trained(StormPlus), "'StormPlusRule', Untuned has 'UnitsRule'"),
+        ({"distance": 1.0}, lambda: trained(StormPlus), "'StormPlusRule', Untuned has"),
         ({}, lambda: trained(Storm), "rule 'StormRule'"),
         ({}, lambda: trained(correction=True), "rule 'CorrectedUnitsRule', .*has 'UnitsRule'"),
         ({"correction": True}, trained, "rule 'UnitsRule', .*has 'CorrectedUnitsRule'"),
@@ -171,8 +171,8 @@ def test_the_numbers_of_the_rules_in_saved_states_stay_what_they_were():
             (StormPlus, {}),
             (SimplifiedStormPlus, {}),
             (Storm, {}),
-            (StormPlusUnits, {"correction": True}),
-            (StormPlusUnits, {}),
+            (Untuned, {"correction": True}),
+            (Untuned, {}),
         )
     ]
     assert codes == [0, 1, 2, 4, 5]  # 3 is a rule of one's own

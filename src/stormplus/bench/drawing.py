@@ -19,7 +19,7 @@ except ImportError as error:  # pragma: no cover
     raise ImportError("the figures need matplotlib: pip install 'stormplus[bench]'") from error
 
 # What the small overviews show; all methods together would be a thicket.
-HEADLINE = ("STORM+", "STORM+ mean", "STORM+ units", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
+HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
 EVALUATIONS = "gradient evaluations"
 INCHES_PER_ENTRY, LETTERS_PER_INCH = 1.8, 14  # of a legend
 NAMES = {"train_loss": "training loss", "loss": "final training loss"}

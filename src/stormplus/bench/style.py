@@ -49,7 +49,7 @@ _OURS = 2.2  # the subject of the pictures has the thicker lines
 STYLES = {
     "STORM+": Style(VERMILLION, SOLID, "o", _OURS),
     "STORM+ mean": Style(VERMILLION, DASHED, "s", _OURS),
-    "STORM+ units": Style(VERMILLION, DASH_DOT, "*", _OURS),
+    "Untuned": Style(VERMILLION, DASH_DOT, "*", _OURS),
     "simplified STORM+": Style(ORANGE, SOLID, "^", _OURS),
     "simplified STORM+ mean": Style(ORANGE, DASHED, "v", _OURS),
     "STORM": Style(PURPLE, SOLID, "D"),

@@ -96,7 +96,7 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     """`accelerator.prepare`, with a `step` that never drops a closure.
 
-    An optimizer that takes one gradient a step, `StormPlusUnits` for one, is left to Accelerate.
+    An optimizer that takes one gradient a step, `Untuned` for one, is left to Accelerate.
 
     Args:
         accelerator: With `gradient_accumulation_steps=1`; accumulate inside the closure.

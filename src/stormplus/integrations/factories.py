@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, StormPlusUnits
+from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 _LOOKAHEAD = {"lookahead_alpha", "counter"}  # what timm's and pytorch_optimizer's put in a group
@@ -48,8 +48,8 @@ class FactoryStorm(_Alone, Storm):
     """`Storm`, registered as "storm"."""
 
 
-class FactoryStormPlusUnits(_Alone, StormPlusUnits):
-    """`StormPlusUnits`, registered as "stormplusunits"; `step()` needs no closure."""
+class FactoryUntuned(_Alone, Untuned):
+    """`Untuned`, registered as "untuned"; `step()` needs no closure."""
 
 
 # Without underscores, which timm takes for the sign of a wrapper.
@@ -60,8 +60,8 @@ OPTIMIZERS: dict[str, tuple[type[StormOptimizer], str]] = {
         "Simplified STORM+: STORM+ with the gain t^(-2/3)",
     ),
     "storm": (FactoryStorm, "STORM: corrected momentum, needs the smoothness"),
-    "stormplusunits": (
-        FactoryStormPlusUnits,
+    "untuned": (
+        FactoryUntuned,
         "STORM+ in measured units: one gradient a step, no learning rate to find",
     ),
 }

@@ -3,8 +3,8 @@
 fastai's loop calls `opt.step()` without a closure, which the optimizers refuse. The callback
 takes over where the step would be: it moves the parameters, lets the learner evaluate the
 same batch again, with every callback's events from `after_pred` to `after_step`, and
-completes the step. `StormPlusUnits` takes one gradient a step and needs no callback:
-`Learner(..., opt_func=storm(StormPlusUnits))`.
+completes the step. `Untuned` takes one gradient a step and needs no callback:
+`Learner(..., opt_func=storm(Untuned))`.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class KerasStorm(keras.optimizers.Optimizer):
     and a loaded model goes on bit by bit.
 
     Args:
-        method: "StormPlus", "SimplifiedStormPlus", "Storm" or "StormPlusUnits".
+        method: "StormPlus", "SimplifiedStormPlus", "Storm" or "Untuned".
         learning_rate: The optimizer's `lr`: a float, or a schedule of Keras.
         name: For Keras.
         **options: Every other argument of the optimizer.
@@ -76,8 +76,7 @@ class KerasStorm(keras.optimizers.Optimizer):
         kind = getattr(stormplus.torch, method, None)
         if not (isinstance(kind, type) and issubclass(kind, StormOptimizer)):
             raise ValueError(
-                "method must be StormPlus, SimplifiedStormPlus, Storm or StormPlusUnits, "
-                f"got {method!r}"
+                f"method must be StormPlus, SimplifiedStormPlus, Storm or Untuned, got {method!r}"
             )
         super().__init__(learning_rate=learning_rate, name=name)
         self.method, self._kind, self._options = method, kind, options

@@ -20,7 +20,7 @@ from stormplus.jax.iterate import UniformIterate, UniformIterateState, uniform_i
 from stormplus.jax.methods import simplified_storm_plus, storm, storm_plus
 from stormplus.jax.template import StormState, verify
 from stormplus.jax.uncorrected import UnitsState
-from stormplus.jax.units import averaged, storm_plus_units
+from stormplus.jax.units import averaged, untuned
 
 __all__ = [
     "StormState",
@@ -32,7 +32,7 @@ __all__ = [
     "simplified_storm_plus",
     "storm",
     "storm_plus",
-    "storm_plus_units",
+    "untuned",
     "uniform_iterate",
     "verify",
 ]

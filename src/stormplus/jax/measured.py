@@ -15,7 +15,7 @@ from stormplus.rules import FIRST_DISTANCE, average_weight
 
 @dataclass(frozen=True)
 class UnitsOptions(Options):
-    """See `stormplus.jax.storm_plus_units` for what each one does."""
+    """See `stormplus.jax.untuned` for what each one does."""
 
     correction: bool
     fixed_distance: Number | None

@@ -12,7 +12,7 @@ import jax
 import optax  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.jax.trees import Layout, PyTree, TreeOrFunction, estimator_dtype
-from stormplus.solver import NORMS, SCOPES
+from stormplus.rules import NORMS, SCOPES
 
 # `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
 Number: TypeAlias = float | jax.Array

@@ -17,7 +17,7 @@ from stormplus.rules import CorrectedUnitsRule, UnitsRule
 
 
 # The signature is written out: `optax.inject_hyperparams` reads it.
-def storm_plus_units(
+def untuned(
     lr: NumberOrSchedule = 1.0,
     *,
     correction: bool = False,
@@ -94,7 +94,7 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
     """The averaged parameters, to evaluate or to keep; training goes on from `params`.
 
     Args:
-        state: The state of `storm_plus_units`, also inside the state of a chain or a wrapper.
+        state: The state of `untuned`, also inside the state of a chain or a wrapper.
         params: The parameters: their dtypes are taken, and the leaves that are not optimised.
 
     Returns:
@@ -108,12 +108,12 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
     found = [node for node in nodes if isinstance(node, kinds)]
     if not found:
         raise ValueError(
-            "averaged needs a state of storm_plus_units, also within another: "
+            "averaged needs a state of untuned, also within another: "
             f"got none in {type(state).__name__}"
         )
     for units in found:
         if units.average is None:
-            raise ValueError("there is no average: the state is of storm_plus_units(average=False)")
+            raise ValueError("there is no average: the state is of untuned(average=False)")
         params = jax.tree.map(_averaged_leaf, units.average, params, is_leaf=is_hole)
     return params
 

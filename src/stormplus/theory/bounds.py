@@ -8,7 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
-from stormplus.problems.base import Array
+from stormplus.theory.problems.base import Array
 from stormplus.theory.lemmas import Inequality
 
 

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from stormplus.problems.base import Array
+from stormplus.theory.problems.base import Array
 
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult

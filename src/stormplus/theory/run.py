@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 from scipy.optimize import OptimizeResult
 
-from stormplus.problems.base import Array, Objective
-from stormplus.solver import minimize
+from stormplus.theory.problems.base import Array, Objective
+from stormplus.reference import minimize
 from stormplus.theory.bounds import Trace
 
 

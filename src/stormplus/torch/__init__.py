@@ -13,14 +13,14 @@ from stormplus.torch.family import Storm as Storm
 from stormplus.torch.family import StormPlus as StormPlus
 from stormplus.torch.iterate import UniformIterate as UniformIterate
 from stormplus.torch.same_sample import same_sample as same_sample
-from stormplus.torch.units import StormPlusUnits as StormPlusUnits
+from stormplus.torch.units import Untuned as Untuned
 from stormplus.torch.verify import verify_closure as verify_closure
 
 __all__ = [
     "SimplifiedStormPlus",
     "Storm",
     "StormPlus",
-    "StormPlusUnits",
+    "Untuned",
     "UniformIterate",
     "same_sample",
     "scaled_step",

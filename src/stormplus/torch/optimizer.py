@@ -62,7 +62,7 @@ class StormOptimizer(RememberingOptimizer):
             that share the sums. Decoupled weight decay comes on top. Per group.
     """
 
-    pairs = True  # two gradients a step; `StormPlusUnits` can do with one
+    pairs = True  # two gradients a step; `Untuned` can do with one
 
     def __init__(
         self,

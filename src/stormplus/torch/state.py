@@ -43,7 +43,7 @@ SCALARS = (
     "estimator_norm_sq",
 )
 
-# What `StormPlusUnits` has beside them.
+# What `Untuned` has beside them.
 UNIT_SCALARS = ("distance", "gradient_scale")
 # Of a parameter's size: as precise as the estimator, or as the parameter.
 WIDE_BUFFERS = ("estimator", "gradient_unit", "average")

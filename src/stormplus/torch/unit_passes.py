@@ -1,4 +1,4 @@
-"""The passes over memory of `StormPlusUnits`: learn, move, and how far x has come."""
+"""The passes over memory of `Untuned`: learn, move, and how far x has come."""
 
 from __future__ import annotations
 

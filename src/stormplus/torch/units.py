@@ -27,7 +27,7 @@ from stormplus.torch.work import JOINED, Work, blame
 _OF_A_PAIR = ("norm", "foreach", "fused", "replay_rng", "max_move")
 
 
-class StormPlusUnits(AveragingOptimizer):
+class Untuned(AveragingOptimizer):
     """STORM+ in measured units: no learning rate to find, and one gradient a step.
 
     With n elements and, in each coordinate, g the gradient:

@@ -4,9 +4,9 @@ Synthetic problems come with their solution; those named after data use what shi
 scikit-learn. A problem of one's own needs `sample` and `grad` only: see `Problem`.
 """
 
-from stormplus.problems.base import Constants, FiniteSum, Objective, Problem
-from stormplus.problems.bounded import BoundedNonConvex
-from stormplus.problems.data import (
+from stormplus.theory.problems.base import Constants, FiniteSum, Objective, Problem
+from stormplus.theory.problems.bounded import BoundedNonConvex
+from stormplus.theory.problems.data import (
     breast_cancer,
     diabetes_robust,
     digit_image,
@@ -16,15 +16,15 @@ from stormplus.problems.data import (
     image_completion,
     sample_image,
 )
-from stormplus.problems.factor import (
+from stormplus.theory.problems.factor import (
     MatrixCompletion,
     NonNegativeFactorisation,
     masked_matrix,
     planted_completion,
     planted_nmf,
 )
-from stormplus.problems.linear import NonConvexLogistic, RobustRegression, outlier_regression
-from stormplus.problems.phase import PhaseRetrieval, measured_image
+from stormplus.theory.problems.linear import NonConvexLogistic, RobustRegression, outlier_regression
+from stormplus.theory.problems.phase import PhaseRetrieval, measured_image
 
 __all__ = [
     "BoundedNonConvex",

@@ -12,8 +12,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stormplus.problems.base import Array
-from stormplus.problems.bounded import BoundedNonConvex
+from stormplus.theory.problems.base import Array
+from stormplus.theory.problems.bounded import BoundedNonConvex
 from stormplus.rules import Rule, Sums
 
 

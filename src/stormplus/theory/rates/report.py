@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.rates.experiment import Plan, Result, versions
-from stormplus.rates.fit import Slope, slope
-from stormplus.rates.store import write_whole
+from stormplus.theory.rates.experiment import Plan, Result, versions
+from stormplus.theory.rates.fit import Slope, slope
+from stormplus.theory.rates.store import write_whole
 
 __all__ = ["details", "raw_rows", "slopes", "summary", "table", "versions", "write"]
 
@@ -141,7 +141,7 @@ def write(results: dict[str, Result], plan: Plan, folder: Path) -> list[Path]:
     write_whole(files[0], json.dumps(raw_rows(results, plan)).encode() + b"\n")
     write_whole(files[1], json.dumps(summary(results, plan), indent=1).encode() + b"\n")
     write_whole(files[2], table(results, plan).encode() + b"\n")
-    from stormplus.rates.figure import draw
+    from stormplus.theory.rates.figure import draw
 
     picture = io.BytesIO()
     draw(results, plan).savefig(picture, format="png", dpi=110)

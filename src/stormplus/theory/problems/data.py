@@ -7,10 +7,14 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.problems.base import Array
-from stormplus.problems.factor import MatrixCompletion, NonNegativeFactorisation, masked_matrix
-from stormplus.problems.linear import NonConvexLogistic, RobustRegression
-from stormplus.problems.phase import PhaseRetrieval, measured_image
+from stormplus.theory.problems.base import Array
+from stormplus.theory.problems.factor import (
+    MatrixCompletion,
+    NonNegativeFactorisation,
+    masked_matrix,
+)
+from stormplus.theory.problems.linear import NonConvexLogistic, RobustRegression
+from stormplus.theory.problems.phase import PhaseRetrieval, measured_image
 
 
 def _datasets() -> Any:

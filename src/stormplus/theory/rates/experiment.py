@@ -17,9 +17,15 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
-from stormplus.problems.base import Array
-from stormplus.problems.bounded import BoundedNonConvex
-from stormplus.rates.methods import SGD, AdaGradNorm, CorrectedMomentum, Method, storm_constants
+from stormplus.theory.problems.base import Array
+from stormplus.theory.problems.bounded import BoundedNonConvex
+from stormplus.theory.rates.methods import (
+    SGD,
+    AdaGradNorm,
+    CorrectedMomentum,
+    Method,
+    storm_constants,
+)
 from stormplus.rules import make_rule
 
 METHODS = ("storm+", "simplified-storm+", "storm", "sgd", "adagrad-norm")

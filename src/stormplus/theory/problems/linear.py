@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.special import expit
 
-from stormplus.problems.base import Array, Constants, FiniteSum, check_batch_size
-from stormplus.problems.bounded import WELL_CURVATURE, WELL_SLOPE
+from stormplus.theory.problems.base import Array, Constants, FiniteSum, check_batch_size
+from stormplus.theory.problems.bounded import WELL_CURVATURE, WELL_SLOPE
 
 
 class _Rows(FiniteSum):

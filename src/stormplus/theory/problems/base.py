@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from stormplus.problems.torch_face import ProblemModule
+    from stormplus.theory.problems.torch_face import ProblemModule
 
 Array: TypeAlias = NDArray[np.float64]
 
@@ -94,7 +94,7 @@ class Objective(ABC):
 
     def module(self, x: Array | None = None) -> ProblemModule:
         """The torch face: a module with the parameter `x`, whose call is f(x; xi)."""
-        from stormplus.problems.torch_face import ProblemModule
+        from stormplus.theory.problems.torch_face import ProblemModule
 
         return ProblemModule(self, self.start() if x is None else x)
 

@@ -14,13 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult
 
-from stormplus.rules import Sums, make_rule
+from stormplus.rules import NORMS, SCOPES, Sums, make_rule
 
 Array: TypeAlias = NDArray[np.float64]
 Blocks: TypeAlias = list[Array]
 
-NORMS = ("raw", "mean")
-SCOPES = ("global", "group", "tensor")
 HISTORY = ("gain", "step_size", "grad_norm", "estimator_norm", "sum_g_sq", "sum_d_sq_over_a")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.rates.experiment import METHODS, Plan, Result
+from stormplus.theory.rates.experiment import METHODS, Plan, Result
 
 FORMAT, VERSION = "stormplus-rates", 1
 

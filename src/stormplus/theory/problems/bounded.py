@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.problems.base import Array, Constants, Objective
+from stormplus.theory.problems.base import Array, Constants, Objective
 
 # Of the well: max|phi'| = 3 sqrt(3) / 8, max|phi''| = 2, max|psi'| = 1, and
 # max|psi''| = (3 + 2 sqrt(2)) / 4, at u = sqrt(2) - 1.

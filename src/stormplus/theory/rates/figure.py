@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.problems.base import Array
-from stormplus.rates.experiment import Plan, Result
-from stormplus.rates.report import STYLE
+from stormplus.theory.problems.base import Array
+from stormplus.theory.rates.experiment import Plan, Result
+from stormplus.theory.rates.report import STYLE
 
 try:
     from matplotlib.figure import Figure

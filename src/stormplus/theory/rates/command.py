@@ -10,10 +10,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus.interrupts import EXIT_CODES, explained
-from stormplus.rates.experiment import METHODS, Plan, Result
-from stormplus.rates.report import table, write
-from stormplus.rates.store import load, read, save
-from stormplus.rates.workers import run_all
+from stormplus.theory.rates.experiment import METHODS, Plan, Result
+from stormplus.theory.rates.report import table, write
+from stormplus.theory.rates.store import load, read, save
+from stormplus.theory.rates.workers import run_all
 
 EXAMPLES = f"""\b
 Examples:

@@ -12,7 +12,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any
 
 from stormplus.interrupts import Unfinished, interruptible
-from stormplus.rates.experiment import Plan, Result, run_method
+from stormplus.theory.rates.experiment import Plan, Result, run_method
 
 
 class MethodFailed(Unfinished):

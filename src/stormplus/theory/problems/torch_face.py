@@ -15,7 +15,7 @@ except ImportError as error:  # pragma: no cover
     ) from error
 
 if TYPE_CHECKING:
-    from stormplus.problems.base import Objective
+    from stormplus.theory.problems.base import Objective
 
 
 class ProblemModule(torch.nn.Module):

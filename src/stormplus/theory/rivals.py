@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult
 
-from stormplus.problems.base import Array, FiniteSum
+from stormplus.theory.problems.base import Array, FiniteSum
 
 Indices = NDArray[np.int64]
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from stormplus.problems.base import Array, Constants, FiniteSum, check_batch_size
+from stormplus.theory.problems.base import Array, Constants, FiniteSum, check_batch_size
 
 
 class PhaseRetrieval(FiniteSum):

@@ -1,8 +1,8 @@
 """The paper's rates, measured: `stormplus rates`."""
 
-from stormplus.rates.experiment import METHODS, Plan, Result, run_method
-from stormplus.rates.fit import Slope, slope
-from stormplus.rates.report import slopes, summary, table, write
+from stormplus.theory.rates.experiment import METHODS, Plan, Result, run_method
+from stormplus.theory.rates.fit import Slope, slope
+from stormplus.theory.rates.report import slopes, summary, table, write
 
 __all__ = [
     "METHODS",

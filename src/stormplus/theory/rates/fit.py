@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from stormplus.problems.base import Array
+from stormplus.theory.problems.base import Array
 
 
 class Slope(NamedTuple):
