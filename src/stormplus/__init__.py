@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from stormplus.torch import SimplifiedStormPlus as SimplifiedStormPlus
     from stormplus.torch import Storm as Storm
     from stormplus.torch import StormPlus as StormPlus
-    from stormplus.torch import Untuned as Untuned
     from stormplus.torch import UniformIterate as UniformIterate
+    from stormplus.torch import Untuned as Untuned
     from stormplus.torch import same_sample as same_sample
     from stormplus.torch import scaled_step as scaled_step
     from stormplus.torch import verify_closure as verify_closure
@@ -37,8 +37,8 @@ __all__ = [
     "SimplifiedStormPlus",
     "Storm",
     "StormPlus",
-    "Untuned",
     "UniformIterate",
+    "Untuned",
     "minimize",
     "same_sample",
     "scaled_step",

@@ -160,7 +160,7 @@ def make_rule(method: str, **options: float) -> Rule:
     return rule
 
 
-def describe(rule: Rule) -> dict[str, Any]:
+def describe(rule: Any) -> dict[str, Any]:
     """What a checkpoint says of a rule: the name of its class, and its fields."""
     if not is_dataclass(rule) or isinstance(rule, type):
         raise TypeError(
@@ -175,7 +175,7 @@ def describe(rule: Rule) -> dict[str, Any]:
 
 
 def first_distance(start: Scalar) -> Scalar:
-    """r before any move, from the RMS of x_1: results hardly depend on the hundredth."""
+    """Give r before any move, from the RMS of x_1: results hardly depend on the hundredth."""
     return 0.01 * (start + (start == 0))  # zeros tell no scale: as if their RMS were 1
 
 
@@ -207,50 +207,5 @@ def average_weight(t: Scalar) -> Scalar:
 
 
 def _forgetting(last: float, t: Scalar) -> Scalar:
-    """max(last, 1/t): the weight of the t-th value in a mean that comes to forget."""
-    return last + (1 / t - last) * (1 / t > last)
-
-
-# -- goes with the old torch optimizer --
-# Beyond the paper: the two rules of STORM+ in measured units (docs/untuned.md). r is the
-# distance unit, s the gradient unit; both are numbers that the run has measured.
-FIRST_DISTANCE = 0.01  # r before any move, relative to |x_1|: results hardly depend on it
-MEMORY = 0.01  # the last weight in the mean of g^2: about a hundred gradients
-DEGREE = 8  # of the average: the weight of x_t is about t^8, as in Shamir and Zhang (2013)
-
-
-@dataclass(frozen=True)
-class CorrectedUnitsRule:
-    """STORM+ in the units r and s; with r = s = 1 it is Algorithm 1."""
-
-    def __call__(  # noqa: PLR0917 - the siblings' arguments, and two units
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar, r: Scalar, s: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
-        sum_g_sq = sums.sum_g_sq.plus(g_sq)
-        a = (1 + sum_g_sq.total / s**2) ** (-2 / 3)  # Alg. 1, line 3, left, |g| in units of s
-        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
-        eta = r * s ** (-1 / 3) * _inverse_cube_root(sum_d_sq_over_a.total)  # line 3, right
-        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
-
-
-@dataclass(frozen=True)
-class UnitsRule:
-    """The gain and the step where g~ is not evaluated: a fixed gain, and r over sqrt(t).
-
-    Every gradient has norm 1 in its own unit, so t is the sum of |g_i|^2. The exponent is 1/2,
-    not the 1/3 of STORM+: without the correction the variance of d does not go down with t.
-    """
-
-    gain: float = 0.1
-
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar, r: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
-        a = decaying(self.gain, t + 1)
-        eta = r * t ** (-1 / 2)
-        return Sums(sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq / a)), a, eta
-
-
-def decaying(last: float, t: Scalar) -> Scalar:
     """max(last, 1/t): the weight of the t-th value in a mean that comes to forget."""
     return last + (1 / t - last) * (1 / t > last)

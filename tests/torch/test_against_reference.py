@@ -44,7 +44,7 @@ def test_equals_minimize_over_200_steps(method, norm, scope, path):
     problem.run(opt, params)
     check(params, result.x)
     check(estimators(opt, params), result.estimator)
-    home = opt.state[params[0]]
+    home = opt._run
     for name in ("gain", "step_size", "sum_g_sq", "sum_d_sq_over_a"):
         np.testing.assert_allclose(home[name].numpy(), np.atleast_1d(result[name]), rtol=RTOL)
 

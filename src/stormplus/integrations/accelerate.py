@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from stormplus.torch.amp import scaled_step
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 from stormplus.torch.options import closure_needed
 from stormplus.torch.same_sample import same_sample
 

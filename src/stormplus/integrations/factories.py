@@ -15,7 +15,6 @@ from __future__ import annotations
 from typing import Any
 
 from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, Untuned
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 _LOOKAHEAD = {"lookahead_alpha", "counter"}  # what timm's and pytorch_optimizer's put in a group
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from stormplus.integrations.point import Point
 from stormplus.torch import StormPlus, same_sample
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 try:
     from fastai.callback.core import Callback, CancelStepException

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from stormplus.integrations.point import Point
 from stormplus.integrations.replay import Replay
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]

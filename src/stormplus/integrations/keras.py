@@ -20,7 +20,6 @@ from torch import nn
 import stormplus.torch
 from stormplus.integrations.point import Point
 from stormplus.torch import same_sample
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 try:
     import keras

@@ -13,8 +13,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
-
 
 def storm_optimizers(trainer: Trainer) -> list[StormOptimizer]:
     found: list[Any] = [opt for opt in trainer.optimizers if takes_pairs(opt)]

@@ -14,7 +14,6 @@ from torch import nn
 
 from stormplus.integrations.point import Point
 from stormplus.torch import StormPlus, same_sample
-from stormplus.torch.optimizer import StormOptimizer, takes_pairs
 
 
 class StormMixin:

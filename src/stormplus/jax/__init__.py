@@ -32,7 +32,7 @@ __all__ = [
     "simplified_storm_plus",
     "storm",
     "storm_plus",
-    "untuned",
     "uniform_iterate",
+    "untuned",
     "verify",
 ]

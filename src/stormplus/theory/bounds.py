@@ -8,8 +8,8 @@ from typing import NamedTuple
 import numpy as np
 from scipy.optimize import brentq
 
-from stormplus.theory.problems.base import Array
 from stormplus.theory.lemmas import Inequality
+from stormplus.theory.problems.base import Array
 
 
 class Trace(NamedTuple):

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from scipy.optimize import OptimizeResult
 
-from stormplus.theory.problems.base import Array, Objective
 from stormplus.reference import minimize
 from stormplus.theory.bounds import Trace
+from stormplus.theory.problems.base import Array, Objective
 
 
 def trace_run(

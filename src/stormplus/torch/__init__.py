@@ -7,21 +7,25 @@ except ModuleNotFoundError as error:
         "the PyTorch optimizers need torch: pip install 'stormplus[torch]'"
     ) from error
 
-from stormplus.torch.amp import scaled_step as scaled_step
-from stormplus.torch.family import SimplifiedStormPlus as SimplifiedStormPlus
-from stormplus.torch.family import Storm as Storm
-from stormplus.torch.family import StormPlus as StormPlus
-from stormplus.torch.iterate import UniformIterate as UniformIterate
-from stormplus.torch.same_sample import same_sample as same_sample
-from stormplus.torch.units import Untuned as Untuned
-from stormplus.torch.verify import verify_closure as verify_closure
+from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer
+from stormplus.torch.loops import same_sample as same_sample
+from stormplus.torch.loops import scaled_step as scaled_step
+from stormplus.torch.loops import verify_closure as verify_closure
+from stormplus.torch.storm import PairedOptimizer as PairedOptimizer
+from stormplus.torch.storm import SimplifiedStormPlus as SimplifiedStormPlus
+from stormplus.torch.storm import Storm as Storm
+from stormplus.torch.storm import StormPlus as StormPlus
+from stormplus.torch.uniform import UniformIterate as UniformIterate
+from stormplus.torch.untuned import Untuned as Untuned
 
 __all__ = [
+    "BaseOptimizer",
+    "PairedOptimizer",
     "SimplifiedStormPlus",
     "Storm",
     "StormPlus",
-    "Untuned",
     "UniformIterate",
+    "Untuned",
     "same_sample",
     "scaled_step",
     "verify_closure",

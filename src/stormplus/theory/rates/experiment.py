@@ -17,6 +17,7 @@ import numpy as np
 import scipy
 from numpy.typing import NDArray
 
+from stormplus.rules import make_rule
 from stormplus.theory.problems.base import Array
 from stormplus.theory.problems.bounded import BoundedNonConvex
 from stormplus.theory.rates.methods import (
@@ -26,7 +27,6 @@ from stormplus.theory.rates.methods import (
     Method,
     storm_constants,
 )
-from stormplus.rules import make_rule
 
 METHODS = ("storm+", "simplified-storm+", "storm", "sgd", "adagrad-norm")
 Progress = Callable[[str, int, int], None]

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from stormplus.rules import Rule, Sums
 from stormplus.theory.problems.base import Array
 from stormplus.theory.problems.bounded import BoundedNonConvex
-from stormplus.rules import Rule, Sums
 
 
 class Method(Protocol):

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormplus.torch.kernels import Batch, Plain, Squares
-from stormplus.torch.norms import accumulator_dtype, flat_views
+from stormplus.torch.core.kernels import Plain, flat_views
+from stormplus.torch.core.state import accumulator_dtype
+from stormplus.torch.core.tensors import Bundle
 
 # Calling a kernel costs as much as running it on this many elements; smaller tensors are
 # joined first.
@@ -24,7 +25,7 @@ SMALL = 1 << 15
 
 
 def _move(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> None:
-    alpha, _, sign, l2, decoupled, _ = numbers.to(d.dtype).unbind()
+    alpha, sign, l2, decoupled, _ = numbers.to(d.dtype).unbind()
     wide = x.to(d.dtype)
     g_tilde = sign * g.to(d.dtype) + l2 * wide
     x_new = wide - alpha * (d + decoupled * wide)  # Alg. 1, line 4
@@ -33,7 +34,7 @@ def _move(x: Tensor, d: Tensor, g: Tensor, numbers: Tensor) -> None:
 
 
 def _estimate(x: Tensor | None, d: Tensor, g: Tensor, numbers: Tensor) -> tuple[Tensor, Tensor]:
-    _, keep, sign, l2, _, guard = numbers.to(d.dtype).unbind()
+    keep, sign, l2, _, guard = numbers.to(d.dtype).unbind()
     g = sign * g.to(d.dtype)
     if x is not None:  # compiled apart, so that x is read only where it counts
         g = g + l2 * x.to(d.dtype)
@@ -66,7 +67,7 @@ def _compiled(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Fused:
+class Compiled:
     """One kernel call for each large tensor, one for many small ones together.
 
     What the kernels cannot take goes the plain way: a missing gradient, strides that
@@ -77,35 +78,43 @@ class Fused:
     def __init__(self) -> None:
         self._plain = Plain()
 
-    def move(self, batch: Batch) -> None:
-        flats, rest = _split(batch)
-        numbers = _numbers(batch)
+    def probe(self, bundle: Bundle, out: Tensor) -> None:
+        def large(g: Tensor | None) -> bool:
+            return g is not None and g.numel() > SMALL and g.is_contiguous()
+
+        watched = bool(torch._C._len_torch_dispatch_stack())
+        for item in () if watched else bundle.items:
+            if item.g is not None and large(item.g):
+                out[0] += _compiled(_probe)(item.g.view(-1).data)
+        rest = [item for item in bundle.items if watched or not large(item.g)]
+        self._plain.probe(replace(bundle, items=rest), out)
+
+    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+        flats, rest = _sort(bundle)
+        numbers = _numbers(bundle, alpha)
         for flat in flats:
             with flat as (x, d, g):
                 _compiled(_move)(x, d, g, numbers)
-        self._plain.move(rest)
-        torch.autograd.graph.increment_version(batch.xs)  # .data has hidden the change
+        self._plain.move(rest, alpha)
+        torch.autograd.graph.increment_version([item.x for item in bundle.items])
 
-    def estimate(self, batch: Batch, *, first: bool, guard: bool) -> Squares:
+    def estimate(
+        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+    ) -> None:
         if first:
-            return self._plain.estimate(batch, first=True, guard=guard)
-        flats, rest = _split(batch)
-        g_sq, d_sq = self._plain.estimate(rest, first=False, guard=guard)
-        numbers = _numbers(batch, guard=guard)
+            self._plain.estimate(bundle, keep, out, first=True, guard=guard)
+            return
+        flats, rest = _sort(bundle)
+        self._plain.estimate(rest, keep, out, first=False, guard=guard)
+        numbers = _numbers(bundle, keep, guard=guard)
         for flat in flats:
             with flat as (x, d, g):
-                parts = _compiled(_estimate)(x if batch.l2 else None, d, g, numbers)
-            g_sq.append(parts[0])
-            d_sq.append(parts[1])
-        return g_sq, d_sq
+                g_sq, d_sq = _compiled(_estimate)(x if bundle.l2 else None, d, g, numbers)
+            out[0] += g_sq
+            out[1] += d_sq
 
-    def probe(self, batch: Batch) -> list[Tensor]:
-        if torch._C._len_torch_dispatch_stack():
-            return self._plain.probe(batch)
-        large = [g.numel() > SMALL and g.is_contiguous() for g in batch.gs]
-        parts = [_compiled(_probe)(g.view(-1).data) for g, big in zip(batch.gs, large) if big]
-        rest = [g for g, big in zip(batch.gs, large) if not big]
-        return parts + self._plain.probe(replace(batch, gs=rest))
+
+COMPILED = Compiled()
 
 
 class _Flat:
@@ -135,20 +144,21 @@ class _Flat:
                 torch._foreach_copy_(list(targets), list(torch.split(joined, sizes)))
 
 
-def _split(batch: Batch) -> tuple[list[_Flat], Batch]:
-    """What the kernels take, and a batch of what is left."""
-    if not batch.has_grad or torch._C._len_torch_dispatch_stack() or not batch.xs:
-        return [], batch
+def _sort(bundle: Bundle) -> tuple[list[_Flat], Bundle]:
+    """What the kernels take, and a bundle of what is left."""
+    if not bundle.has_grad or torch._C._len_torch_dispatch_stack():
+        return [], bundle
     flats: list[_Flat] = []
-    rest = replace(batch, xs=[], ds=[], gs=[])
-    small, limit = _Flat(), max(SMALL, max(x.numel() for x in batch.xs) // 4)
-    for tensors in zip(batch.xs, batch.ds, batch.gs):
-        size, views = tensors[0].numel(), flat_views(*tensors)
-        if size == 0:
+    rest = replace(bundle, items=[])
+    small = _Flat()
+    limit = max(SMALL, max((item.x.numel() for item in bundle.items), default=0) // 4)
+    for item in bundle.items:
+        size = item.x.numel()
+        if size == 0 or item.g is None:
             continue
+        views = flat_views(item.x, *item.buffers, item.g)
         if views is None:
-            for part, t in zip((rest.xs, rest.ds, rest.gs), tensors):
-                part.append(t)
+            rest.items.append(item)
             continue
         # Without .data the compiler would look through the view at the tensor's shape, and
         # compile a kernel for each.
@@ -163,7 +173,8 @@ def _split(batch: Batch) -> tuple[list[_Flat], Batch]:
     return flats + [small] * bool(small.members), rest
 
 
-def _numbers(batch: Batch, *, guard: bool = True) -> Tensor:
-    constants = (batch.sign, batch.l2, batch.decoupled, float(guard))
-    filled = [batch.alpha.new_full((), value) for value in constants]  # without a copy from here
-    return torch.stack([batch.alpha, batch.keep, *filled])
+def _numbers(bundle: Bundle, coefficient: Tensor, *, guard: bool = True) -> Tensor:
+    """What a kernel reads: alpha or 1 - a, and what both passes share."""
+    constants = (bundle.sign, bundle.l2, bundle.decoupled, float(guard))
+    filled = [coefficient.new_full((), c) for c in constants]  # without a copy from the host
+    return torch.stack([coefficient, *filled])

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
+from itertools import chain
 from types import FrameType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
+
+Groups: TypeAlias = tuple[Any, ...]  # process groups to sum over; () for a replicated tensor
 
 # Wrappers that construct an optimizer on a part of the parameters, by their modules.
 _SPLITTERS = {
@@ -41,11 +44,13 @@ def local_gradient(p: Tensor, g: Tensor) -> Tensor:
     return local(g)
 
 
-def norm_groups(p: Tensor) -> tuple[Any, ...]:
+def norm_groups(p: Tensor) -> Groups:
     """The process groups over which p's squared norm is to be summed.
 
     Only sharded dimensions count: over a replicated one every process has the same part.
     """
+    if type(p) in (Tensor, nn.Parameter) and not getattr(p, "_fsdp_flattened", False):
+        return ()
     if getattr(p, "_fsdp_flattened", False):
         raise RuntimeError(
             "a parameter of FullyShardedDataParallel (FSDP1) is a flat piece that does not say "
@@ -65,6 +70,23 @@ def norm_groups(p: Tensor) -> tuple[Any, ...]:
         for i, placement in enumerate(placements)
         if not placement.is_replicate() and mesh.size(i) > 1
     )
+
+
+def sum_over_processes(shares: dict[Groups, Tensor]) -> Tensor:
+    """The sum of all shares, each added up over its process groups.
+
+    One all-reduce for each group, whatever the number of rows, buckets and parameters.
+
+    Args:
+        shares: By process groups, in the same order on every rank: a rank whose shard is empty
+            has zeros, and must take its turn.
+    """
+    for group in dict.fromkeys(chain.from_iterable(shares)):
+        members = [groups for groups in shares if group in groups]
+        joined = torch.stack([shares[groups] for groups in members])
+        torch.distributed.all_reduce(joined, group=group)
+        shares |= dict(zip(members, joined))
+    return torch.stack(list(shares.values())).sum(dim=0)
 
 
 def check_whole(params: Iterable[Tensor]) -> None:

@@ -1,0 +1,269 @@
+"""What all optimizers of this package have in common: groups, checkpoints, the run's numbers."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Callable, Mapping
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from stormplus.rules import SCOPES
+from stormplus.torch.core import state as states
+from stormplus.torch.core.random import is_expanded
+from stormplus.torch.core.sharding import check_whole
+from stormplus.torch.core.state import WAITING, State
+from stormplus.torch.core.tensors import Roster
+
+
+class BaseOptimizer(Optimizer, ABC):
+    """State that exists from construction, grows with the parameters and survives loading.
+
+    It has no step. A subclass says which buffers a parameter has, which numbers a run has, and
+    what a checkpoint of it must be told apart by.
+
+    Attributes:
+        generation: Grows when the state is loaded or begun anew, and so belongs to whatever
+            point the parameters are at.
+    """
+
+    _numbers: ClassVar[Mapping[str, float]]  # the run's, one entry a bucket, and how they begin
+    _shown: ClassVar[tuple[str, ...]]  # those that `diagnostics` reports
+    _kept: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has beside its state
+    _lent: ClassVar[Mapping[str, bool]] = {}  # buffers that are there for a while only
+
+    def __init__(
+        self,
+        params: Any,
+        defaults: dict[str, Any],
+        *,
+        buffers: Mapping[str, bool],  # by name, and whether they are wider than half precision
+        scope: str,
+        check_finite: bool,
+    ) -> None:
+        check_choice("scope", scope, SCOPES)
+        self._buffers, self._scope, self._check_finite = dict(buffers), scope, check_finite
+        self._run: State = {}
+        self._known: Roster | None = None
+        self._pass_hooks: OrderedDict[int, Callable[[Any, str], Any]] = OrderedDict()
+        self.generation = 0
+        super().__init__(params, defaults)
+        if not self.parameters():
+            raise ValueError("the optimizer got parameter groups with no parameter in them")
+
+    @abstractmethod
+    def _identity(self) -> dict[str, Any]:
+        """What a saved state is bound to, by the names that the user knows."""
+
+    @abstractmethod
+    def _begin(self) -> State:
+        """The run's integers and bytes, as they are before the first step."""
+
+    @abstractmethod
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Refuse a group's own options if they make no sense."""
+
+    @abstractmethod
+    def _check_saved(self, state_dict: State) -> None:
+        """Refuse a saved state for a reason of the optimizer's own."""
+
+    def parameters(self) -> list[Tensor]:
+        """All parameters, in the order of the groups."""
+        return [p for group in self.param_groups for p in group["params"]]
+
+    @property
+    def grad_evaluations(self) -> int:
+        """How many gradients have been used."""
+        return int(self._run["grad_evaluations"])
+
+    def diagnostics(self) -> dict[str, float]:
+        """Where the run stands, in plain floats.
+
+        With a scope other than "global", norms and sums are totals, `gain` and `step_size`
+        means, `step` and `distance` the largest, and each comes with its `_min` and `_max` over
+        the buckets.
+        """
+        table = torch.stack([self._shown_number(name) for name in self._shown]).cpu().double()
+        if (table[0] > 0).any():  # buckets that have not had a gradient yet say nothing
+            table = table[:, table[0] > 0]
+        out: dict[str, float] = {}
+        for name, row in zip(self._shown, table):
+            whole = {"gain": row.mean(), "step_size": row.mean()}.get(name, row.sum())
+            if name in ("step", "distance"):
+                whole = row.max()
+            stats = {"": whole}
+            if self._scope != "global":
+                stats |= {"_min": row.min(), "_max": row.max()}
+            for suffix, number in stats.items():
+                out[name + suffix] = float(number.sqrt() if name.endswith("_norm") else number)
+        return out | {"grad_evaluations": float(self.grad_evaluations)}
+
+    def _shown_number(self, name: str) -> Tensor:
+        run = self._run
+        value: Tensor = run[f"{name}_sq"] if name.endswith("_norm") else run[name]
+        return value + run[f"{name}_lost"] if f"{name}_lost" in run else value
+
+    def register_pass_hook(self, hook: Callable[[Any, str], Any]) -> RemovableHandle:
+        """Call `hook(opt, event)` around what a step does; the class says which events there are.
+
+        It is for who watches a run or must act between two passes, whoever started them. Copies
+        of the optimizer have none.
+
+        Returns:
+            A handle; `handle.remove()` ends it.
+        """
+        handle = RemovableHandle(self._pass_hooks)
+        self._pass_hooks[handle.id] = hook
+        return handle
+
+    def _tell(self, event: str) -> None:
+        for hook in tuple(self._pass_hooks.values()):
+            hook(self, event)
+
+    def _roster(self) -> Roster:
+        """Who takes part in this pass; the run's numbers are brought to where they are."""
+        if self._known is None or not self._known.describes(self.param_groups):
+            self._known = Roster(self.param_groups, self.state, self._scope, self._buffers)
+            device = self._device()
+            if self._run["step"].device != device:
+                self._run = states.unpack(self._run, device)
+        return self._known
+
+    def _device(self) -> torch.device:
+        """Where the run's numbers are: with the first trainable parameter."""
+        params = self.parameters()
+        return next((p.device for p in params if p.requires_grad), params[0].device)
+
+    # -- groups ----------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; each begins at its first gradient."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        try:
+            _check_common_options(group)
+            self._check_options(group)
+            check_whole(group["params"])
+        except Exception:
+            self.param_groups.pop()  # a refused group leaves no trace
+            raise
+        for p in group["params"]:
+            self.state[p] = {"joined": WAITING}
+        if self.parameters():
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Room for the run's numbers: all of them at first, later those of buckets that come."""
+        self._known = Roster(self.param_groups, self.state, self._scope, self._buffers)
+        device = self._device()
+        like = torch.zeros(
+            len(self._known.sizes), dtype=states.accumulator_dtype(device), device=device
+        )
+        fresh = {name: like + start for name, start in self._numbers.items()}
+        if self._run:  # keep what the buckets so far have learned
+            self._run = states.unpack(self._run, device)
+            known = len(self._run["step"])
+            fresh = {name: torch.cat([self._run[name], v[known:]]) for name, v in fresh.items()}
+        self._run = self._begin() | self._run | fresh
+
+    def reset(self) -> None:
+        """Begin anew: the state is as after construction, with the parameters as they are."""
+        groups, self.param_groups = self.param_groups, []
+        self.state.clear()
+        self._run = {}
+        self.generation += 1
+        for group in groups:
+            self.add_param_group(group)
+
+    # -- checkpoints and copies ------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a run needs to go on bit by bit."""
+        self._roster()  # parameters may have been frozen or unfrozen since
+
+        def add_run(_: Optimizer, packed: State) -> None:
+            # With a trainable parameter: torch's distributed checkpoint leaves out the others.
+            flags = [p.requires_grad for p in self.parameters()]
+            keeper = states.ids(packed)[flags.index(True) if any(flags) else 0]
+            run = states.pack(self._run, self._identity())
+            packed["state"][keeper] = packed["state"][keeper] | run
+
+        hook = self.register_state_dict_post_hook(add_run, prepend=True)  # before the user's own
+        try:
+            return super().state_dict()
+        finally:
+            hook.remove()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state so that the run goes on bit by bit; another optimizer's is refused."""
+        saved: State = {}
+        buffers = {**self._buffers, **self._lent}
+
+        def look(_: Optimizer, loaded: State) -> None:
+            states.check_loadable(loaded, self._run, self._identity(), type(self).__name__)
+            states.check_groups(loaded, self.defaults)
+            states.check_shapes(loaded, self.parameters(), buffers)
+            self._check_saved(loaded)
+            saved.update(loaded)
+
+        def put_back(_: Optimizer) -> None:
+            # torch has cast every tensor to its parameter's dtype; the saved ones go back.
+            for i, p in zip(states.ids(saved), self.parameters()):
+                self.state[p] = states.restored(saved["state"].get(i, {}), p, buffers)
+            entry = states.header(saved)
+            assert entry is not None  # `look` has refused it
+            own = {*self._run, *self._begin()}
+            run = {key: value for key, value in entry.items() if key in own}
+            self._run = states.unpack(run, self._device())
+            self._known = None
+            self.generation += 1
+
+        hooks = (
+            self.register_load_state_dict_pre_hook(look),  # after the user's own
+            self.register_load_state_dict_post_hook(put_back, prepend=True),  # before them
+        )
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def __getstate__(self) -> dict[str, Any]:
+        kept = ("_run", "_scope", "_check_finite", "_buffers", "generation", *self._kept)
+        own = {name: vars(self)[name] for name in kept if name in vars(self)}
+        return super().__getstate__() | own | {"_known": None, "_pass_hooks": OrderedDict()}
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
+def _check_common_options(group: dict[str, Any]) -> None:
+    lr, decay = group["lr"], group["weight_decay"]
+    if isinstance(lr, Tensor) and lr.numel() != 1:
+        raise ValueError(f"a tensor lr must have one element, got the shape {tuple(lr.shape)}")
+    if not (isinstance(lr, (Real, Tensor)) and 0 <= float(lr) < math.inf):
+        raise ValueError(f"lr must be a finite number, at least 0, got {lr!r}; the paper's is 1.0")
+    if not (isinstance(decay, Real) and 0 <= float(decay) < math.inf):
+        raise ValueError(f"weight_decay must be a finite number, at least 0, got {decay!r}")
+    for p in group["params"]:
+        if not (p.is_floating_point() or p.is_complex()):
+            raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
+        if p.layout != torch.strided:
+            raise TypeError(
+                f"parameters must be dense, got one of layout {p.layout}: to_dense() it"
+            )
+        if p.is_conj() or p.is_neg():
+            raise ValueError("a parameter is a conjugate or negative view: clone() it first")
+        if is_expanded(p):
+            raise ValueError(
+                f"a parameter of shape {tuple(p.shape)} is an expanded view, whose elements share "
+                "memory: clone() it, or optimize what it is a view of"
+            )

@@ -1,0 +1,284 @@
+"""The passes over memory of the paired optimizers, on bundles of tensors.
+
+    probe:     is g~ finite?                                          reads g~
+    move:      x <- x - alpha d,  d <- d - g~                         reads x, d, g~  writes x, d
+    estimate:  d <- g + (1 - a) d, with |g|^2 and |d|^2 on the way    reads d, g      writes d
+
+Between the two, d holds the innovation d_t - g~_t. That is 8 streams of the parameters' size, and
+9 with the probe (Adam's fused step has 7).
+
+Written three ways: `Plain` goes chunk by chunk, `Foreach` uses torch's multi-tensor operations,
+`Compiled` (compiled.py) is one compiled kernel with dynamic shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from stormplus.torch.core.tensors import Bundle
+
+# 2^19 float32 elements are 2 MB: a chunk and its temporaries stay in the cache.
+CHUNK = 1 << 19
+
+
+class Kernels(Protocol):
+    """One way of running the passes. `out` takes sums: a kernel adds to it."""
+
+    def probe(self, bundle: Bundle, out: Tensor) -> None:
+        """Add something to `out[0]` that is finite if and only if the gradients are."""
+
+    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+        """Move by alpha d, and take g~ from d."""
+
+    def estimate(
+        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+    ) -> None:
+        """Add g to keep d; |g|^2 and |d|^2 are added to `out`.
+
+        Args:
+            bundle: The tensors.
+            keep: 1 - a.
+            out: Two sums.
+            first: Instead, d <- g.
+            guard: Leave d alone where g is not finite.
+        """
+
+
+def kernels_for(bundle: Bundle) -> Kernels:
+    """What the group asks for, or else what is fastest."""
+    group = bundle.group
+    if group["fused"]:
+        from stormplus.torch.core.compiled import COMPILED  # which imports this module
+
+        return COMPILED
+    # On the CPU torch's multi-tensor operations are loops, and chunks in the cache win.
+    foreach = (
+        bundle.device.type in ("cuda", "xpu") if group["foreach"] is None else group["foreach"]
+    )
+    return FOREACH if foreach else PLAIN
+
+
+# -- walking through tensors ---------------------------------------------------------------------
+
+
+def chunks(bundle: Bundle, limit: int = CHUNK) -> Iterator[tuple[Any, ...]]:
+    """Pieces of at most `limit` elements: x, g (or None), and a piece of each buffer."""
+    for x, g, buffers, _ in bundle.items:
+        if 0 < x.numel() <= limit:
+            yield (x, g, *buffers)
+        elif x.numel() and g is not None:
+            yield from split(limit, x, g, *buffers)
+        elif x.numel():
+            yield from ((x_, None, *rest) for x_, *rest in split(limit, x, *buffers))
+
+
+def split(limit: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Views of at most `limit` elements that walk through tensors of one shape together."""
+    first, flat = tensors[0], flat_views(*tensors)
+    if flat is None:
+        rows = max(1, limit * first.shape[0] // max(first.numel(), 1))
+        return zip(*(torch.split(t, rows) for t in tensors))
+    return zip(*(torch.split(t, limit) for t in flat))
+
+
+def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
+    """One-dimensional views in the order of memory, if the tensors are laid out alike."""
+    if not all(t.is_contiguous() for t in tensors):
+        strides = tensors[0].stride()
+        if any(t.stride() != strides for t in tensors):
+            return None
+        order = sorted(range(len(strides)), key=lambda dim: -strides[dim])  # channels_last, say
+        tensors = tuple(t.permute(order) for t in tensors)
+        if not tensors[0].is_contiguous():
+            return None
+    return tuple(t.view(-1) for t in tensors)
+
+
+# -- numbers -------------------------------------------------------------------------------------
+
+
+def gradient(bundle: Bundle, x: Tensor, g: Tensor | None) -> Tensor | None:
+    """The gradient of what is minimized, as precise as d; None stands for zero."""
+    if g is not None:
+        g = (-g if bundle.sign < 0 else g).to(bundle.dtype)
+    # Beyond the paper: L2 regularisation is part of the objective, and so of its gradient.
+    if bundle.l2:
+        g = x.to(bundle.dtype) * bundle.l2 if g is None else torch.add(g, x, alpha=bundle.l2)
+    return g
+
+
+class SquareNorm:
+    """|chunk|^2 in the precision of `out`, for the tensors of one bundle.
+
+    A float32 sum of squares loses its last digits on large tensors and overflows from 1e19 on;
+    in float64 every float32 is safe. Fresh memory for the wide copy of each chunk would cost more
+    than the norm: one scratch is used again and again.
+    """
+
+    def __init__(self, bundle: Bundle, out: Tensor) -> None:
+        self._wide = out.dtype
+        largest = max((item.x.numel() for item in bundle.items), default=0)
+        size = 0 if bundle.dtype == self._wide else min(CHUNK, largest)
+        self._scratch = torch.empty(size, dtype=self._wide, device=bundle.device)
+        self._on_cpu = bundle.device.type == "cpu"
+
+    def of_each(self, *tensors: Tensor) -> list[Any]:
+        return [self(t) for t in tensors]
+
+    def __call__(self, chunk: Tensor) -> Any:
+        flat = chunk.reshape(-1)
+        if flat.dtype == self._wide:
+            wide = flat
+        elif flat.numel() <= self._scratch.numel():
+            wide = self._scratch[: flat.numel()].copy_(flat)
+        else:
+            wide = flat.to(self._wide)
+        square = torch.dot(wide, wide)
+        # Small tensors that are kept between large ones leave holes in the memory of the CPU.
+        return square.item() if self._on_cpu else square
+
+
+def finite_part(g: Tensor) -> Tensor:
+    return torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def undo_estimate(bundle: Bundle, keep: Tensor) -> None:
+    """Take a guarded estimate back, to one rounding of g + (1 - a) d.
+
+    Where g is so large that d was lost beside it, d comes back as zero: the same sample's
+    gradient, when it is evaluated again, hides d in the same way. Where a is 1 it does so too,
+    and counts for nothing.
+    """
+    for x, g_raw, d in chunks(bundle):
+        g = gradient(bundle, x, g_raw)
+        d.copy_(finite_part((d if g is None else d - finite_part(g)) / keep))
+
+
+# -- the passes ----------------------------------------------------------------------------------
+
+
+class Plain:
+    """Chunk by chunk, so that the second operation finds its operands in the cache."""
+
+    def probe(self, bundle: Bundle, out: Tensor) -> None:
+        for item in bundle.items:
+            if item.g is None or item.g.numel() == 0:
+                continue
+            if bundle.device.type == "cpu" and math.isfinite(item.g.sum().item()):
+                continue
+            out[0] += (item.g * 0).sum()  # 0, or nan: unlike the sum itself it cannot overflow
+
+    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+        decoupled = bundle.decoupled
+        for x, g_raw, d in chunks(bundle):
+            g_tilde = gradient(bundle, x, g_raw)  # before x moves
+            # Beyond the paper: weight decay beside the objective, if asked for.
+            step = torch.add(d, x, alpha=decoupled) if decoupled else d
+            if x.dtype == step.dtype:
+                x.addcmul_(step, alpha, value=-1)  # Alg. 1, line 4
+            else:
+                x.sub_(step * alpha)  # Alg. 1, line 4, half-precision x
+            if g_tilde is not None:
+                d.sub_(g_tilde)  # Alg. 1, line 6: the bracket
+
+    def estimate(
+        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+    ) -> None:
+        square_norm = SquareNorm(bundle, out)
+        g_sq = d_sq = 0.0
+        for x, g_raw, d in chunks(bundle):
+            g = gradient(bundle, x, g_raw)
+            own = 0.0 if g is None else square_norm(g)
+            g_sq = g_sq + own
+            if first:
+                d.zero_() if g is None else d.copy_(g)  # Alg. 1, line 1
+            elif g is None:
+                d.mul_(keep)  # Alg. 1, line 6, with g_{t+1} = 0
+            else:
+                if guard and not (isinstance(own, float) and math.isfinite(own)):
+                    g = finite_part(g)
+                torch.addcmul(g, d, keep.to(d.dtype), out=d)  # Alg. 1, line 6
+            d_sq = d_sq + square_norm(d)
+        out[0] += g_sq
+        out[1] += d_sq
+
+
+class Foreach:
+    """torch's multi-tensor operations, on lists that stay below the largest tensor."""
+
+    def probe(self, bundle: Bundle, out: Tensor) -> None:
+        gs = [item.g for item in bundle.items if item.g is not None and item.g.numel() > 0]
+        if bundle.device.type == "cpu":
+            PLAIN.probe(bundle, out)
+        elif gs:  # nan is the largest of all
+            out[0] += torch.stack(torch._foreach_norm(gs, math.inf)).sum() * 0
+
+    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+        decoupled = bundle.decoupled
+        for xs, gs_raw, ds in self._lists(bundle):
+            g_tildes = self._gradients(bundle, xs, gs_raw)
+            steps = torch._foreach_add(ds, xs, alpha=decoupled) if decoupled else ds
+            torch._foreach_sub_(xs, torch._foreach_mul(steps, alpha))  # Alg. 1, line 4
+            if g_tildes:
+                torch._foreach_sub_(ds, g_tildes)  # Alg. 1, line 6: the bracket
+
+    def estimate(
+        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+    ) -> None:
+        for xs, gs_raw, ds in self._lists(bundle):
+            gs = self._gradients(bundle, xs, gs_raw)
+            if first:
+                torch._foreach_copy_(ds, gs) if gs else torch._foreach_zero_(ds)  # Alg. 1, line 1
+            else:
+                torch._foreach_mul_(ds, keep)
+                if gs:  # Alg. 1, line 6
+                    torch._foreach_add_(ds, [finite_part(g) for g in gs] if guard else gs)
+            self._add_square_norms(bundle, gs, out[0])
+            self._add_square_norms(bundle, ds, out[1])
+
+    @staticmethod
+    def _lists(bundle: Bundle) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
+        limit = max(CHUNK, max(item.x.numel() for item in bundle.items) // 4)
+        xs: list[Tensor] = []
+        gs: list[Tensor] = []
+        ds: list[Tensor] = []
+        size = 0
+        for x, g, d in chunks(bundle, limit):
+            if size and size + x.numel() > limit:
+                yield xs, gs, ds
+                xs, gs, ds, size = [], [], [], 0
+            xs.append(x)
+            ds.append(d)
+            if g is not None:
+                gs.append(g)
+            size += x.numel()
+        if size:
+            yield xs, gs, ds
+
+    @staticmethod
+    def _gradients(bundle: Bundle, xs: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
+        """As `gradient`; an empty list stands for zero."""
+        l2 = bundle.l2
+        if gs and bundle.sign < 0:
+            gs = list(torch._foreach_neg(gs))
+        gs = [g.to(bundle.dtype) for g in gs]
+        if l2 and not gs:
+            return list(torch._foreach_mul([x.to(bundle.dtype) for x in xs], l2))
+        return list(torch._foreach_add(gs, xs, alpha=l2)) if l2 else gs
+
+    @staticmethod
+    def _add_square_norms(bundle: Bundle, tensors: list[Tensor], out: Tensor) -> None:
+        if tensors and bundle.device.type == "cpu":
+            square_norm = SquareNorm(bundle, out)
+            out += sum(square_norm(t) for t in tensors)
+        elif tensors:
+            norms = torch._foreach_norm(tensors, 2, dtype=out.dtype)
+            out += torch.stack(norms).square().sum()
+
+
+PLAIN, FOREACH = Plain(), Foreach()

@@ -1,0 +1,162 @@
+"""What is remembered between steps, in a form that survives a checkpoint.
+
+A parameter's state has its buffers, which are of its size, and `joined`. All other numbers are of
+the run: vectors with one entry a bucket, integers, and bytes. They live on the optimizer; a
+`state_dict` carries them in the state of the first trainable parameter, the one place that
+torch's own loader and its distributed checkpoint both keep. There they are joined by a format
+number and by the *identity*: what the optimizer was constructed with, and so cannot be loaded
+into another.
+
+Torch's loader casts every tensor of a state to its parameter's dtype and takes strings apart, and
+its distributed checkpoint knows tensors and numbers only. So the identity is text in bytes, and a
+saved state is put back as it was saved.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+State = dict[str, Any]
+
+FORMAT = 2
+JOINED, WAITING, FROZEN = 1, 0, -1  # `joined`: has buffers in use, has had no gradient, is frozen
+
+_ROOM = 1024  # the identity is padded: the distributed checkpoint loads into tensors of one size
+
+_WIDE = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+    torch.complex32: torch.complex64,
+}
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Float32 for half precision: in bf16 the factor 1 - 1e-3 is 1, and d never decays."""
+    return _WIDE.get(dtype, dtype)
+
+
+def accumulator_dtype(device: torch.device) -> torch.dtype:
+    """Float64 where the device has it; `rules.Sum` compensates where it has not."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def make_buffer(p: Tensor, state: State, name: str, *, wide: bool) -> Tensor:
+    """A buffer of p, made or brought to where p is now (unfrozen, or moved by `.to()`)."""
+    dtype = wide_dtype(p.dtype) if wide else p.dtype
+    buffer: Tensor | None = state.get(name)
+    if buffer is None:
+        buffer = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+    elif buffer.device != p.device or buffer.dtype != dtype:
+        buffer = buffer.to(p.device, dtype)
+    state[name] = buffer
+    return buffer
+
+
+def pack(run: State, identity: Mapping[str, Any]) -> State:
+    """The numbers of a run, as they go into a state dict."""
+    text = json.dumps(identity, default=repr).encode()
+    text = text.ljust(-(-len(text) // _ROOM) * _ROOM)
+    return run | {"format": FORMAT, "identity": torch.tensor(list(text), dtype=torch.uint8)}
+
+
+def unpack(entry: State, device: torch.device) -> State:
+    """The numbers of a run from a saved entry, as precise as they were."""
+    run = {key: value for key, value in entry.items() if key not in ("format", "identity")}
+    for key, value in run.items():
+        if isinstance(value, Tensor) and value.is_floating_point():
+            run[key] = value.to(device, accumulator_dtype(device), copy=True)
+        elif isinstance(value, Tensor):
+            run[key] = value.cpu().clone()
+    return run
+
+
+def ids(state_dict: State) -> list[Any]:
+    """The keys of the parameters' states, in the order of the parameters."""
+    return [i for group in state_dict["param_groups"] for i in group["params"]]
+
+
+def header(state_dict: State) -> State | None:
+    """The entry that has the numbers of the run."""
+    return next((e for e in state_dict["state"].values() if "format" in e), None)
+
+
+def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], name: str) -> None:
+    """Refuse a state that an optimizer cannot go on from, before anything has changed.
+
+    Args:
+        state_dict: What `load_state_dict` received.
+        run: The optimizer's own numbers.
+        identity: The optimizer's own.
+        name: The optimizer's class.
+    """
+    if not {"state", "param_groups"} <= state_dict.keys():
+        raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
+    saved = header(state_dict)
+    if saved is None:
+        entries = list(state_dict["state"].values())
+        keys = sorted(entries[0]) if entries else []
+        raise ValueError(
+            f"this is not the state of {name} (a parameter's keys are {keys}): load it into "
+            "the optimizer that saved it"
+        )
+    if saved["format"] != FORMAT:
+        raise ValueError(
+            f"the state has format {saved['format']}, this version of stormplus reads "
+            f"{FORMAT}: load it with the version that saved it"
+        )
+    if bool((saved["step"] > 0).any()) and saved["grad_evaluations"] == 0:
+        raise ValueError(
+            "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
+            "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"
+        )
+    theirs = json.loads(bytes(saved["identity"].tolist()))
+    ours = json.loads(json.dumps(identity, default=repr))
+    for key in ours | theirs:
+        if theirs.get(key) != ours.get(key):
+            raise ValueError(
+                f"the state was saved with {key} {theirs.get(key)!r}, {name} has "
+                f"{ours.get(key)!r}: construct the optimizer as it was"
+            )
+    if saved["step"].shape != run["step"].shape:
+        raise ValueError(
+            f"the state has {len(saved['step'])} sets of sums, {name} has "
+            f"{len(run['step'])}: give it the same parameters and groups"
+        )
+
+
+def check_shapes(state_dict: State, params: list[Tensor], buffers: Mapping[str, bool]) -> None:
+    """Refuse buffers that are of another model."""
+    for i, p in zip(ids(state_dict), params):
+        entry = state_dict["state"].get(i, {})
+        for name in buffers.keys() & entry.keys():
+            if entry[name].shape != p.shape:
+                raise ValueError(
+                    f"the state of parameter {i} has the shape {tuple(entry[name].shape)}, the "
+                    f"parameter {tuple(p.shape)}: load it with the model that it was saved with"
+                )
+
+
+def check_groups(state_dict: State, defaults: Mapping[str, Any]) -> None:
+    """Refuse groups that lack an option: they would fail at the next step."""
+    for i, group in enumerate(state_dict["param_groups"]):
+        missing = defaults.keys() - group.keys()
+        if missing:
+            raise ValueError(
+                f"parameter group {i} of the state has no {', '.join(sorted(missing))}: load a "
+                "state that this version of the optimizer has saved, or add what is missing"
+            )
+
+
+def restored(entry: State, p: Tensor, buffers: Mapping[str, bool]) -> State:
+    """A parameter's own part of a saved entry, as it was: torch has cast it to p's dtype."""
+    state: State = {"joined": entry.get("joined", WAITING)}
+    for name, wide in buffers.items():
+        if name in entry:
+            dtype = wide_dtype(p.dtype) if wide else p.dtype
+            state[name] = entry[name].to(p.device, dtype, copy=True)
+    return state
