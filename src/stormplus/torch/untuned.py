@@ -21,7 +21,7 @@ from stormplus.rules import (
     untuned_step_size,
 )
 from stormplus.torch.core.base import BaseOptimizer
-from stormplus.torch.core.kernels import PLAIN, SquareNorm, chunks, gradient
+from stormplus.torch.core.kernels import PLAIN, SquareNorms, chunks, gradient
 from stormplus.torch.core.state import JOINED, State
 from stormplus.torch.core.tensors import Bundle, Roster, Totals, blame
 
@@ -231,6 +231,8 @@ class Average:
 
 # -- the passes over memory ----------------------------------------------------------------------
 
+_G, _D, _MOVED, _START = range(4)  # the squared norms that a pass collects
+
 
 def _begin_here(bundle: Bundle) -> None:
     """The parameters that join start where they are: x_1, and their average so far."""
@@ -245,8 +247,7 @@ def _learn(bundle: Bundle, a: Tensor, b: Tensor, out: Tensor) -> None:
     Adds |g|^2 and |d|^2 to `out`, and |x - x_1|^2, or |x_1|^2 of parameters that join.
     """
     a, b = (weight.to(bundle.device, bundle.dtype) for weight in (a, b))
-    square_norm = SquareNorm(bundle, out)
-    sums = [0.0] * 4
+    squares = SquareNorms(bundle, out)
     for x, g_raw, d, s, origin, *_ in chunks(bundle):
         g = gradient(bundle, x, g_raw)
         g = torch.zeros_like(d) if g is None else g
@@ -254,11 +255,7 @@ def _learn(bundle: Bundle, a: Tensor, b: Tensor, out: Tensor) -> None:
         torch.hypot(s * (1 - b).sqrt(), g * b.sqrt(), out=s)  # squares would leave float32
         # As precise as d: the difference of two float16 can leave its range.
         away = x if bundle.joining else x.to(bundle.dtype) - origin
-        squares = square_norm.of_each(g, d, away)
-        squares.insert(2 + (not bundle.joining), 0.0)
-        sums = [old + new for old, new in zip(sums, squares)]
-    for i, value in enumerate(sums):
-        out[i] += value
+        squares.add_all({_G: g, _D: d, _START if bundle.joining else _MOVED: away})
 
 
 def _move(bundle: Bundle, eta: Tensor, average: Average | None, weight: Tensor) -> None:

@@ -112,25 +112,24 @@ def gradient(bundle: Bundle, x: Tensor, g: Tensor | None) -> Tensor | None:
     return g
 
 
-class SquareNorm:
-    """|chunk|^2 in the precision of `out`, for the tensors of one bundle.
+class SquareNorms:
+    """Adds |chunk|^2 to `out`, in its precision, for the tensors of one bundle.
 
     A float32 sum of squares loses its last digits on large tensors and overflows from 1e19 on;
     in float64 every float32 is safe. Fresh memory for the wide copy of each chunk would cost more
-    than the norm: one scratch is used again and again.
+    than the norm: one scratch is used again and again. Nor are small results kept: between large
+    temporaries they would leave holes in the memory of the CPU.
     """
 
     def __init__(self, bundle: Bundle, out: Tensor) -> None:
+        self._rows = out.unbind()
         self._wide = out.dtype
         largest = max((item.x.numel() for item in bundle.items), default=0)
         size = 0 if bundle.dtype == self._wide else min(CHUNK, largest)
         self._scratch = torch.empty(size, dtype=self._wide, device=bundle.device)
-        self._on_cpu = bundle.device.type == "cpu"
 
-    def of_each(self, *tensors: Tensor) -> list[Any]:
-        return [self(t) for t in tensors]
-
-    def __call__(self, chunk: Tensor) -> Any:
+    def add(self, row: int, chunk: Tensor) -> Tensor:
+        """Add the squared norm of a chunk to a row of `out`; returns it too."""
         flat = chunk.reshape(-1)
         if flat.dtype == self._wide:
             wide = flat
@@ -139,12 +138,24 @@ class SquareNorm:
         else:
             wide = flat.to(self._wide)
         square = torch.dot(wide, wide)
-        # Small tensors that are kept between large ones leave holes in the memory of the CPU.
-        return square.item() if self._on_cpu else square
+        self._rows[row].add_(square)
+        return square
+
+    def add_all(self, tensors: dict[int, Tensor]) -> None:
+        """As `add`, by row."""
+        for row, chunk in tensors.items():
+            self.add(row, chunk)
 
 
 def finite_part(g: Tensor) -> Tensor:
     return torch.nan_to_num(g, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def guarded(g: Tensor, g_sq: Tensor) -> Tensor:
+    """The finite part of g, whose squared norm is known."""
+    if g.device.type == "cpu" and math.isfinite(g_sq.item()):  # reading it costs nothing here
+        return g
+    return finite_part(g)
 
 
 def undo_estimate(bundle: Bundle, keep: Tensor) -> None:
@@ -189,23 +200,19 @@ class Plain:
     def estimate(
         self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        square_norm = SquareNorm(bundle, out)
-        g_sq = d_sq = 0.0
+        squares = SquareNorms(bundle, out)
         for x, g_raw, d in chunks(bundle):
             g = gradient(bundle, x, g_raw)
-            own = 0.0 if g is None else square_norm(g)
-            g_sq = g_sq + own
-            if first:
-                d.zero_() if g is None else d.copy_(g)  # Alg. 1, line 1
-            elif g is None:
-                d.mul_(keep)  # Alg. 1, line 6, with g_{t+1} = 0
+            if g is None:
+                d.zero_() if first else d.mul_(keep)  # Alg. 1, line 6, with g_{t+1} = 0
             else:
-                if guard and not (isinstance(own, float) and math.isfinite(own)):
-                    g = finite_part(g)
-                torch.addcmul(g, d, keep.to(d.dtype), out=d)  # Alg. 1, line 6
-            d_sq = d_sq + square_norm(d)
-        out[0] += g_sq
-        out[1] += d_sq
+                g_sq = squares.add(0, g)
+                if first:
+                    d.copy_(g)  # Alg. 1, line 1
+                else:
+                    g = guarded(g, g_sq) if guard else g
+                    torch.addcmul(g, d, keep.to(d.dtype), out=d)  # Alg. 1, line 6
+            squares.add(1, d)
 
 
 class Foreach:
@@ -238,8 +245,8 @@ class Foreach:
                 torch._foreach_mul_(ds, keep)
                 if gs:  # Alg. 1, line 6
                     torch._foreach_add_(ds, [finite_part(g) for g in gs] if guard else gs)
-            self._add_square_norms(bundle, gs, out[0])
-            self._add_square_norms(bundle, ds, out[1])
+            self._add_square_norms(bundle, gs, out, 0)
+            self._add_square_norms(bundle, ds, out, 1)
 
     @staticmethod
     def _lists(bundle: Bundle) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
@@ -272,13 +279,14 @@ class Foreach:
         return list(torch._foreach_add(gs, xs, alpha=l2)) if l2 else gs
 
     @staticmethod
-    def _add_square_norms(bundle: Bundle, tensors: list[Tensor], out: Tensor) -> None:
+    def _add_square_norms(bundle: Bundle, tensors: list[Tensor], out: Tensor, row: int) -> None:
         if tensors and bundle.device.type == "cpu":
-            square_norm = SquareNorm(bundle, out)
-            out += sum(square_norm(t) for t in tensors)
+            squares = SquareNorms(bundle, out)
+            for t in tensors:
+                squares.add(row, t)
         elif tensors:
             norms = torch._foreach_norm(tensors, 2, dtype=out.dtype)
-            out += torch.stack(norms).square().sum()
+            out[row] += torch.stack(norms).square().sum()
 
 
 PLAIN, FOREACH = Plain(), Foreach()

@@ -119,8 +119,8 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
     for key in ours | theirs:
         if theirs.get(key) != ours.get(key):
             raise ValueError(
-                f"the state was saved with {key} {theirs.get(key)!r}, {name} has "
-                f"{ours.get(key)!r}: construct the optimizer as it was"
+                f"the state was saved with {key}={theirs.get(key)!r}, {name} has "
+                f"{key}={ours.get(key)!r}: construct the optimizer as it was"
             )
     if saved["step"].shape != run["step"].shape:
         raise ValueError(
