@@ -21,6 +21,7 @@ from stormplus.torch.core.sharding import (
 )
 from stormplus.torch.core.state import FROZEN, JOINED, State, make_buffer
 
+_PLAIN = (Tensor, nn.Parameter)  # neither sharded nor of another kind
 _requires_grad = attrgetter("requires_grad")
 
 
@@ -65,7 +66,7 @@ def _kind(member: _Member) -> tuple[torch.device, torch.dtype]:
 
 def _local(t: Tensor) -> Tensor:
     """As `sharding.local`; most tensors are whole and real."""
-    if type(t) in (Tensor, nn.Parameter) and not t.is_complex():
+    if type(t) in _PLAIN and not t.is_complex():
         return t.detach() if t.requires_grad else t
     return local(t)
 
@@ -160,7 +161,7 @@ class Roster:
                     items=[],
                 )
             if g is not None:
-                g = local_gradient(p, g) if member.process_groups else _local(g)
+                g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
             found[*key, x.dtype].items.append(Item(x, g, buffers, state))
         return list(found.values())
 

@@ -14,7 +14,8 @@ from stormplus import Untuned
 def everything(model, opt, calls=None):
     """As `result`, with the other buffers, and what `eval` puts into the parameters."""
     out = result(model, opt, calls)
-    out["d"] += [whole(opt.state[p][name]) for p in model.parameters() for name in opt.buffers]
+    buffers = ("unit", "origin", "average")
+    out["d"] += [whole(opt.state[p][name]) for p in model.parameters() for name in buffers]
     opt.eval()
     out["d"] += [whole(p) for p in model.parameters()]
     opt.train()
