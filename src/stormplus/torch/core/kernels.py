@@ -56,11 +56,14 @@ def kernels_for(bundle: Bundle) -> Kernels:
         from stormplus.torch.core.compiled import COMPILED  # which imports this module
 
         return COMPILED
+    if group["foreach"] is not None:
+        return FOREACH if group["foreach"] else PLAIN
+    from stormplus.torch.core.native import NATIVE, suits  # likewise
+
+    if NATIVE is not None and suits(bundle):
+        return NATIVE
     # On the CPU torch's multi-tensor operations are loops, and chunks in the cache win.
-    foreach = (
-        bundle.device.type in ("cuda", "xpu") if group["foreach"] is None else group["foreach"]
-    )
-    return FOREACH if foreach else PLAIN
+    return FOREACH if bundle.device.type in ("cuda", "xpu") else PLAIN
 
 
 # -- walking through tensors ---------------------------------------------------------------------

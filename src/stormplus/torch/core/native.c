@@ -1,0 +1,234 @@
+/* The passes of the paired optimizers over all tensors of a bundle, in one call each.
+
+   Plain C without Python or torch: native.py hands over pointers. A pass cuts the tensors into
+   chunks, and the threads share the chunks. Squared norms are summed within a chunk and then in the
+   order of the chunks, so that they do not depend on the number of threads. Products are not fused
+   with sums (-ffp-contract=off), so that every element comes out as in the plain path, to one
+   rounding. */
+
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define CHUNK 32768 /* elements; x, d and g of a chunk are 384 kB in float32 */
+
+#if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
+#define CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#else
+#define CLONES
+#endif
+
+/* -- half precision, as bits ------------------------------------------------------------------- */
+
+typedef struct {
+    uint16_t bits;
+} bf16;
+typedef struct {
+    uint16_t bits;
+} f16;
+
+static inline float from_bits(uint32_t bits) {
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+static inline uint32_t to_bits(float value) {
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    return bits;
+}
+
+static inline float load_bf16(bf16 v) { return from_bits((uint32_t)v.bits << 16); }
+
+static inline bf16 store_bf16(float value) {
+    uint32_t bits = to_bits(value);
+    /* to nearest, ties to even; a nan stays one */
+    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    bf16 out = {(uint16_t)(value != value ? 0x7FC0 : rounded)};
+    return out;
+}
+
+static inline float load_f16(f16 v) {
+    uint32_t sign = (uint32_t)(v.bits & 0x8000) << 16, rest = v.bits & 0x7FFF;
+    if (rest >= 0x7C00) return from_bits(sign | 0x7F800000 | (rest << 13)); /* inf, nan */
+    if (rest >= 0x0400) return from_bits(sign | ((rest << 13) + 0x38000000));
+    float value = (float)rest * 5.9604644775390625e-8f; /* subnormal: a multiple of 2^-24 */
+    return from_bits(sign | to_bits(value));
+}
+
+static inline f16 store_f16(float value) {
+    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7FFFFFFF;
+    uint32_t half;
+    if (rest > 0x7F800000)
+        half = 0x7E00; /* nan */
+    else if (rest >= 0x477FF000)
+        half = 0x7C00; /* rounds beyond the largest */
+    else if (rest >= 0x38800000)
+        half = (rest - 0x38000000 + 0xFFF + ((rest >> 13) & 1)) >> 13;
+    else /* subnormal: adding 0.5 lets the processor round to a multiple of 2^-24 */
+        half = to_bits(from_bits(rest) + 0.5f) - 0x3F000000;
+    f16 out = {(uint16_t)(sign | half)};
+    return out;
+}
+
+#define LOAD_SAME(v) (v)
+#define STORE_SAME(v) (v)
+
+/* -- a chunk, for each dtype ------------------------------------------------------------------- */
+
+/* What is constant in a call of INLINE is compiled away: a loop has no branch in it. */
+#define INLINE static inline __attribute__((always_inline))
+
+#define PASSES(NAME, X, D, LOAD, STORE, U, EXPONENT)                                               \
+    /* Infinities and nans are the numbers whose exponent has every bit set. */                    \
+    CLONES static int probe_##NAME(const U *g, int64_t n) {                                        \
+        U bad = 0;                                                                                 \
+        _Pragma("omp simd reduction(| : bad)") for (int64_t i = 0; i < n; i++)                     \
+            bad |= (U)((g[i] & EXPONENT) == EXPONENT);                                             \
+        return bad != 0;                                                                           \
+    }                                                                                              \
+                                                                                                   \
+    INLINE void move_loop_##NAME(X *restrict x, D *restrict d, const X *restrict g, int64_t n,     \
+                                 D alpha, D sign, D l2, D decoupled, int has_g, int decays) {      \
+        for (int64_t i = 0; i < n; i++) {                                                          \
+            D old = LOAD(x[i]), step = d[i], g_tilde = has_g ? sign * LOAD(g[i]) : 0;              \
+            if (decays) {                                                                          \
+                g_tilde += l2 * old;                                                               \
+                step += decoupled * old;                                                           \
+            }                                                                                      \
+            x[i] = STORE(old - step * alpha); /* Alg. 1, line 4 */                                 \
+            d[i] -= g_tilde;                  /* Alg. 1, line 6: the bracket */                    \
+        }                                                                                          \
+    }                                                                                              \
+                                                                                                   \
+    CLONES static void move_##NAME(X *x, D *d, const X *g, int64_t n, D alpha, D sign, D l2,       \
+                                   D decoupled) {                                                  \
+        if (g == NULL)                                                                             \
+            move_loop_##NAME(x, d, g, n, alpha, sign, l2, decoupled, 0, 1);                        \
+        else if (l2 != 0 || decoupled != 0)                                                        \
+            move_loop_##NAME(x, d, g, n, alpha, sign, l2, decoupled, 1, 1);                        \
+        else                                                                                       \
+            move_loop_##NAME(x, d, g, n, alpha, sign, 0, 0, 1, 0);                                 \
+    }                                                                                              \
+                                                                                                   \
+    INLINE void estimate_loop_##NAME(const X *restrict x, D *restrict d, const X *restrict g,      \
+                                     int64_t n, D keep, D sign, D l2, int has_g, int decays,       \
+                                     int first, int guard, double *out) {                          \
+        double g_sq = 0, d_sq = 0;                                                                 \
+        _Pragma("omp simd reduction(+ : g_sq, d_sq)") for (int64_t i = 0; i < n; i++) {            \
+            D value = has_g ? sign * LOAD(g[i]) : 0;                                               \
+            if (decays) value += l2 * LOAD(x[i]);                                                  \
+            g_sq += (double)value * (double)value;                                                 \
+            if (guard) value = value - value == 0 ? value : 0;                                     \
+            if (!first) value += d[i] * keep; /* Alg. 1, line 6; without d it is line 1 */         \
+            d[i] = value;                                                                          \
+            d_sq += (double)value * (double)value;                                                 \
+        }                                                                                          \
+        out[0] += g_sq;                                                                            \
+        out[1] += d_sq;                                                                            \
+    }                                                                                              \
+                                                                                                   \
+    CLONES static void estimate_##NAME(const X *x, D *d, const X *g, int64_t n, D keep, D sign,    \
+                                       D l2, int first, int guard, double *out) {                  \
+        if (first)                                                                                 \
+            estimate_loop_##NAME(x, d, g, n, keep, sign, l2, g != NULL, l2 != 0, 1, 0, out);       \
+        else if (g == NULL || l2 != 0)                                                             \
+            estimate_loop_##NAME(x, d, g, n, keep, sign, l2, g != NULL, l2 != 0, 0, guard, out);   \
+        else if (guard)                                                                            \
+            estimate_loop_##NAME(x, d, g, n, keep, sign, 0, 1, 0, 0, 1, out);                      \
+        else                                                                                       \
+            estimate_loop_##NAME(x, d, g, n, keep, sign, 0, 1, 0, 0, 0, out);                      \
+    }
+
+PASSES(f32, float, float, LOAD_SAME, STORE_SAME, uint32_t, 0x7F800000u)
+PASSES(f64, double, double, LOAD_SAME, STORE_SAME, uint64_t, 0x7FF0000000000000u)
+PASSES(bf16, bf16, float, load_bf16, store_bf16, uint16_t, 0x7F80u)
+PASSES(f16, f16, float, load_f16, store_f16, uint16_t, 0x7C00u)
+
+/* -- all tensors of a bundle ------------------------------------------------------------------- */
+
+/* Where each tensor's chunks begin in the list of all chunks; NULL without memory. */
+static int64_t *first_chunks(int64_t count, const int64_t *sizes) {
+    int64_t *first = malloc((size_t)(count + 1) * sizeof *first);
+    if (first == NULL) return NULL;
+    first[0] = 0;
+    for (int64_t i = 0; i < count; i++) first[i + 1] = first[i] + (sizes[i] + CHUNK - 1) / CHUNK;
+    return first;
+}
+
+static int64_t tensor_of(int64_t chunk, int64_t count, const int64_t *first) {
+    int64_t low = 0, high = count;
+    while (high - low > 1) {
+        int64_t middle = (low + high) / 2;
+        if (first[middle] <= chunk)
+            low = middle;
+        else
+            high = middle;
+    }
+    return low;
+}
+
+/* Runs DO for every chunk; a tensor's chunk is elements [start, start + n) of tensor i. */
+#define FOR_CHUNKS(GIVE_UP, DO)                                                                    \
+    int64_t *first = first_chunks(count, sizes);                                                   \
+    if (first == NULL) {                                                                           \
+        GIVE_UP;                                                                                   \
+        return -1;                                                                                 \
+    }                                                                                              \
+    int64_t chunks = first[count];                                                                 \
+    _Pragma("omp parallel for schedule(static) num_threads(threads) if (chunks > threads)")        \
+    for (int64_t chunk = 0; chunk < chunks; chunk++) {                                             \
+        int64_t i = tensor_of(chunk, count, first), start = (chunk - first[i]) * CHUNK;            \
+        int64_t n = sizes[i] - start < CHUNK ? sizes[i] - start : CHUNK;                           \
+        DO                                                                                         \
+    }                                                                                              \
+    free(first);
+
+#define AT(X, pointers) ((pointers)[i] == NULL ? NULL : (X *)(pointers)[i] + start)
+
+#define ENTRIES(NAME, X, D, U)                                                                     \
+    /* 1 if a gradient is not finite, 0 if all are; -1 without memory */                           \
+    int stormplus_probe_##NAME(int64_t count, const int64_t *sizes, void **g, int threads) {       \
+        int found = 0;                                                                             \
+        FOR_CHUNKS((void)0, {                                                                      \
+            if (g[i] != NULL && probe_##NAME(AT(const U, g), n)) {                                 \
+                _Pragma("omp atomic write") found = 1;                                             \
+            }                                                                                      \
+        })                                                                                         \
+        return found;                                                                              \
+    }                                                                                              \
+                                                                                                   \
+    int stormplus_move_##NAME(int64_t count, const int64_t *sizes, void **x, void **d, void **g,   \
+                              double alpha, double sign, double l2, double decoupled,              \
+                              int threads) {                                                       \
+        FOR_CHUNKS((void)0, {                                                                      \
+            move_##NAME(AT(X, x), AT(D, d), AT(const X, g), n, (D)alpha, (D)sign, (D)l2,           \
+                        (D)decoupled);                                                             \
+        })                                                                                         \
+        return 0;                                                                                  \
+    }                                                                                              \
+                                                                                                   \
+    int stormplus_estimate_##NAME(int64_t count, const int64_t *sizes, void **x, void **d,         \
+                                  void **g, double keep, double sign, double l2, int is_first,     \
+                                  int guard, double *out, int threads) {                           \
+        int64_t total = 0;                                                                         \
+        for (int64_t i = 0; i < count; i++) total += (sizes[i] + CHUNK - 1) / CHUNK;               \
+        double *parts = calloc((size_t)(2 * total + 1), sizeof *parts);                            \
+        if (parts == NULL) return -1;                                                              \
+        FOR_CHUNKS(free(parts), {                                                                  \
+            estimate_##NAME(AT(const X, x), AT(D, d), AT(const X, g), n, (D)keep, (D)sign, (D)l2,  \
+                            is_first, guard, parts + 2 * chunk);                                   \
+        })                                                                                         \
+        for (int64_t k = 0; k < total; k++) {                                                      \
+            out[0] += parts[2 * k];                                                                \
+            out[1] += parts[2 * k + 1];                                                            \
+        }                                                                                          \
+        free(parts);                                                                               \
+        return 0;                                                                                  \
+    }
+
+ENTRIES(f32, float, float, uint32_t)
+ENTRIES(f64, double, double, uint64_t)
+ENTRIES(bf16, bf16, float, uint16_t)
+ENTRIES(f16, f16, float, uint16_t)
