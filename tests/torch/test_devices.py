@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from optimizers import PATHS
 from problems_for_tests import Network
 from torch import nn
 
@@ -13,7 +14,6 @@ CUDA = pytest.param(
 MPS = pytest.param(
     "mps", marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no MPS")
 )
-PATHS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
 
 
 def run(device, samples=30, **options):
