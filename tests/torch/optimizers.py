@@ -128,6 +128,18 @@ def made(case, samples=12, dtype=torch.float64, named=False, **options):
     return problem, params, case(zip("abc", params) if named else params, **options)
 
 
+def on(opt, loss, set_to_none=True):
+    """A closure: zero the gradients, compute `loss()`, call backward."""
+
+    def evaluate():
+        opt.zero_grad(set_to_none=set_to_none)
+        value = loss()
+        value.backward()
+        return value
+
+    return evaluate
+
+
 def halves(opt, evaluate):
     """A step by a loop that owns its backward passes."""
     if opt.started:

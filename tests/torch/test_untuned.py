@@ -265,16 +265,6 @@ def test_freezing_the_first_parameter_at_the_average():
     assert opt.diagnostics()["step"] == 12
 
 
-def test_empty_parameters_have_an_average_too():
-    p, empty = nn.Parameter(torch.ones(2)), nn.Parameter(torch.zeros(0, 3))
-    opt = Untuned([p, empty])
-    UNTUNED.descend(opt, [p, empty], [[torch.ones(2), torch.zeros(0, 3)]] * 3)
-    x = values([p])
-    opt.eval()
-    opt.train()
-    assert_same(values([p]), x)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @pytest.mark.parametrize("way", [through_torch_save, through_dcp], ids=["torch.save", "dcp"])
 @pytest.mark.parametrize("lent", [True, False])  # whether the new optimizer is at an average too
