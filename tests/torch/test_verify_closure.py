@@ -59,7 +59,7 @@ def test_a_generator_of_the_users_own_must_be_named():
 HALF = nn.Parameter(torch.ones(1000, dtype=torch.float16))  # 1e4 of these: no norm in fp16
 BAD = {
     "a stateful loss": (
-        Closure(lambda run, call: (call + 1) * run.p.square().sum()), r"'weight'\).*Draw the batch outs"
+        Closure(lambda run, call: (call + 1) * run.p.sum()), r"'weight'\).*Draw the batch outside"
     ),
     "fp16": (
         Closure(lambda run, call: (1e4 * (1 + call) * run.p).sum(dtype=torch.float32), HALF),

@@ -136,7 +136,7 @@ class SquareNorms:
         elif flat.numel() <= CHUNK:
             square = self._square(flat)
         else:  # lists of `Foreach` have longer ones
-            square = torch.stack([self._square(piece) for piece in flat.split(CHUNK)]).sum()
+            square = torch.stack([self._square(piece) for piece in torch.split(flat, CHUNK)]).sum()
         self._rows[row].add_(square)
         return square
 
