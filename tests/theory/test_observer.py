@@ -53,7 +53,7 @@ def test_estimates_are_unbiased(problem):
     """Over many steps sigma^2 and |eps|^2 come out right, without a full gradient."""
     steps = 4000
     # `memory` far beyond the run: plain means over all steps.
-    observer = Observer(problem.full_grad, memory=1e9)
+    observer = Observer(problem.full_grad, window=1e9)
     observed(problem, steps, observer, method="storm", theta=0.05, w=1.0, c=4.0)
     true_error = np.mean([row["true_error_sq"] for row in observer.rows[:-1]])
     true_noise = np.mean([row["true_noise_sq"] for row in observer.rows[:-1]])
@@ -123,7 +123,7 @@ def test_forgetting_to_watch_is_an_error(problem):
 
 def test_settings_are_checked():
     with pytest.raises(ValueError, match="at least 1, got 0 and 1"):
-        Observer(memory=0)
+        Observer(window=0)
 
 
 # Torch.
@@ -279,7 +279,7 @@ def test_any_writer_with_add_scalars_will_do(problem):
 
 def test_on_real_data_the_estimates_are_of_the_right_size():
     problem = breast_cancer()
-    observer = Observer(problem.full_grad, memory=500)
+    observer = Observer(problem.full_grad, window=500)
     observed(problem, 1500, observer)
     true_noise = np.mean([row["true_noise_sq"] for row in observer.rows[1000:]])
     assert observer.latest["noise_sq"] == pytest.approx(true_noise, rel=0.5)

@@ -1,0 +1,28 @@
+"""One colour a method, the same in every figure of the repository."""
+
+PALETTE = {
+    "STORM+": "#d9480f",
+    "STORM+ mean": "#f2a93b",
+    "Simplified STORM+": "#c2255c",
+    "Simplified STORM+ mean": "#e599b5",
+    "STORM": "#7048e8",
+    "STORM mean": "#b197fc",
+    "Untuned": "#087f5b",
+    "SGD": "#495057",
+    "SGD momentum": "#212529",
+    "Adam": "#1971c2",
+    "AdamW": "#4dabf7",
+    "AdaGrad": "#8d6e3f",
+    "AdaGrad-norm": "#b08968",
+    "RMSprop": "#0b7285",
+    "Schedule-Free": "#5c940d",
+    "Prodigy": "#e67700",
+    "D-Adaptation": "#a61e4d",
+    "DoG": "#2b8a3e",
+    "Mechanic": "#5f3dc4",
+    "MARS": "#0ca678",
+    "SVRG": "#868e96",
+    "SCSG": "#66a80f",
+    "SPIDER": "#1098ad",
+    "Hybrid SARAH": "#9c36b5",
+}
