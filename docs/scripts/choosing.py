@@ -34,7 +34,7 @@ RESULT = DOCS / "results" / "choosing.json"
 EVALUATIONS, SEEDS, BATCH = 600, (0, 1), 64
 RULES: dict[str, type[PairedOptimizer]] = {
     "STORM+": StormPlus,
-    "Simplified STORM+": SimplifiedStormPlus,
+    "simplified STORM+": SimplifiedStormPlus,
     "STORM": Storm,
 }
 RATES = {

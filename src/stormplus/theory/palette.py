@@ -1,13 +1,18 @@
-"""One colour a method, the same in every figure of the repository."""
+"""One colour a method, the same in every figure of the repository.
+
+The library's own methods stay apart for readers with any kind of colour vision, and so do the
+few that the overviews of the benchmark show. Twenty colours cannot all do so: markers and
+dashes tell the others apart.
+"""
 
 PALETTE = {
     "STORM+": "#d9480f",
     "STORM+ mean": "#f2a93b",
-    "Simplified STORM+": "#c2255c",
-    "Simplified STORM+ mean": "#e599b5",
+    "Untuned": "#087f5b",
+    "simplified STORM+": "#e8308a",
+    "simplified STORM+ mean": "#e599b5",
     "STORM": "#7048e8",
     "STORM mean": "#b197fc",
-    "Untuned": "#087f5b",
     "SGD": "#495057",
     "SGD momentum": "#212529",
     "Adam": "#1971c2",
@@ -16,7 +21,7 @@ PALETTE = {
     "AdaGrad-norm": "#b08968",
     "RMSprop": "#0b7285",
     "Schedule-Free": "#5c940d",
-    "Prodigy": "#e67700",
+    "Prodigy": "#3bc9db",
     "D-Adaptation": "#a61e4d",
     "DoG": "#2b8a3e",
     "Mechanic": "#5f3dc4",

@@ -15,7 +15,7 @@ from stormplus.theory.rates.experiment import Plan, Result, versions
 # A method's name in the palette, and what it was told besides.
 NAMES = {
     "storm+": ("STORM+", ""),
-    "simplified-storm+": ("Simplified STORM+", ""),
+    "simplified-storm+": ("simplified STORM+", ""),
     "storm": ("STORM", "L, G known, b tuned"),
     "sgd": ("SGD", "1/sqrt(t), tuned"),
     "adagrad-norm": ("AdaGrad-norm", ""),
