@@ -20,21 +20,15 @@ from stormplus.theory import (
 from stormplus.theory.problems import BoundedNonConvex, outlier_regression
 
 METHODS = ("storm+", "simplified-storm+", "storm")
-few = settings(max_examples=25, deadline=None)
+few, one_of = settings(max_examples=25, deadline=None), st.sampled_from
+profiles = one_of(["well", "ripple"])
 
 
 @few
-@given(
-    st.sampled_from(METHODS),
-    st.sampled_from([0.0, 1e-20, 0.3, 10.0]),
-    st.sampled_from([1e-20, 0.3, 3.0]),
-    st.integers(0, 5),
-    st.sampled_from(["well", "ripple"]),
-)
-def test_equation_error_dynamics(method, sigma, lr, seed, profile):
+@given(one_of(METHODS), one_of([0.0, 1e-20, 0.3, 10.0]), one_of([1e-20, 0.3, 3.0]), profiles)
+def test_equation_error_dynamics(method, sigma, lr, profile):
     """eps_t = (1 - a_t) eps_{t-1} + a_t (g_t - g_bar_t) + (1 - a_t) Z_t, to rounding."""
-    problem = BoundedNonConvex(5, sigma, profile=profile, seed=seed)
-    trace = trace_run(problem, 60, method=method, lr=lr, rng=seed)
+    trace = trace_run(BoundedNonConvex(5, sigma, profile=profile), 60, method=method, lr=lr)
     scale = np.abs(trace.d).max() + np.abs(trace.g).max()
     assert np.abs(error_dynamics(trace)).max() <= 20 * np.finfo(float).eps * scale
 
@@ -50,24 +44,18 @@ def test_equation_error_dynamics_needs_every_term():
 
 @few
 @given(
-    st.sampled_from(METHODS[:2]),
-    st.sampled_from([0.0, 0.1, 1.0, 10.0]),
-    st.sampled_from([1e-3, 1.0, 100.0]),
-    st.sampled_from([0.1, 1.0, 5.0]),
-    st.sampled_from([1, 2, 100]),
-    st.sampled_from(["well", "ripple"]),
-    st.integers(0, 3),
-)
+    one_of(METHODS[:2]), one_of([0.0, 0.1, 1.0, 10.0]), one_of([1e-3, 1.0, 100.0]),
+    one_of([0.1, 1.0, 5.0]), one_of([1, 2, 100]), profiles, st.integers(0, 3),
+)  # fmt: skip
 def test_lemma_sun_grad_storm_p(method, sigma, height, lr, steps, profile, seed):
     """On real runs with known L and B; `lr` is ours, and 1 is the paper's statement."""
-    problem = BoundedNonConvex(4, sigma, profile=profile, height=height, seed=seed)
+    shape = {"profile": profile, "height": height, "seed": seed}
+    problem, quiet = (BoundedNonConvex(4, noise, **shape) for noise in (sigma, 0.0))
     trace = trace_run(problem, steps, method=method, lr=lr, rng=seed)
-    constants = problem.constants
     # The lemma speaks of f, whose smoothness is that of the problem without noise.
-    smoothness = BoundedNonConvex(4, 0.0, profile=profile, height=height).constants.smoothness
-    assert smoothness <= constants.smoothness
-    inequality = sum_of_gradients(trace, smoothness, constants.value_range, lr)
-    assert inequality.holds(1e-12)
+    smoothness, known = quiet.constants.smoothness, problem.constants
+    assert smoothness <= known.smoothness
+    assert sum_of_gradients(trace, smoothness, known.value_range, lr).holds(1e-12)
 
 
 def test_lemma_sun_grad_storm_p_on_a_finite_sum_and_where_it_is_tight():
@@ -82,12 +70,7 @@ def test_lemma_sun_grad_storm_p_on_a_finite_sum_and_where_it_is_tight():
 
 
 @few
-@given(
-    st.sampled_from([1e-20, 1e-3, 1.0, 1e3]),
-    st.sampled_from([1, 10, 300]),
-    st.sampled_from(["well", "ripple"]),
-    st.sampled_from([1, 20]),
-)
+@given(one_of([1e-20, 1e-3, 1.0, 1e3]), one_of([1, 10, 300]), profiles, one_of([1, 20]))
 def test_theorem_offline(height, steps, profile, dim):
     """sigma = 0: sum |g_bar_t|^2 is bounded by a constant of L and B, for every T."""
     problem = BoundedNonConvex(dim, 0.0, profile=profile, height=height)
@@ -124,7 +107,7 @@ def test_equation_eps_recurse_1_is_false_without_its_second_expectation():
 
 
 @few
-@given(st.integers(0, 20), st.sampled_from([0.1, 1.0, 10.0]))
+@given(st.integers(0, 20), one_of([0.1, 1.0, 10.0]))
 def test_equation_eps_recurse_1(seed, sigma):
     """With E, and the expectation over xi_t exact: all 2^(2 dim) samples are enumerated."""
     dim, t = 2, 12

@@ -10,19 +10,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from stormplus.rules import StormPlusRule, Sums
-from stormplus.theory import (
-    ats_tau_star,
-    beta,
-    const_sum,
-    const_sum_delayed,
-    gains,
-    shifted_technical_1,
-    shifted_technical_1_line_3,
-    shifted_technical_1_sharp,
-    tau_star,
-    technical_1,
-    young,
-)
+from stormplus.theory import lemmas
 
 # Zeros, 1e-20 and 1e20 come up often among ordinary numbers, not once in a blue moon.
 term = st.one_of(
@@ -60,12 +48,12 @@ def check(inequality, *arguments):
 @example([0.0, 1.0], 0.5)
 @example([1e20, 1e-20], 2 / 3)
 def test_lemma_technical_1(b, p):
-    check(technical_1, b, p)
+    check(lemmas.technical_1, b, p)
 
 
 def test_lemma_technical_1_is_tight_for_many_equal_terms():
     # A right sum of the integral of s^(-p): both sides agree as n grows.
-    inequality = technical_1([1.0] * 100_000, 2 / 3)
+    inequality = lemmas.technical_1([1.0] * 100_000, 2 / 3)
     assert inequality.left > 0.98 * inequality.right
 
 
@@ -76,9 +64,9 @@ def test_lemma_technical_1_is_tight_for_many_equal_terms():
 @example([1e20, 1e-20], 1e-20, 2 / 3)
 def test_lemma_shifted_technical_1_also_with_factor_1(b, first, p):
     """1/(1-p) in place of 2/(1-p), less b_0^(1-p)/(1-p): a smaller right side."""
-    check(shifted_technical_1, b, first, p)
-    printed = in_80_digits(shifted_technical_1, b, first, p)
-    sharp = in_80_digits(shifted_technical_1_sharp, b, first, p)
+    check(lemmas.shifted_technical_1, b, first, p)
+    printed = in_80_digits(lemmas.shifted_technical_1, b, first, p)
+    sharp = in_80_digits(lemmas.shifted_technical_1_sharp, b, first, p)
     with localcontext(prec=80):
         assert sharp.holds(1e-30), f"false, and not by rounding: {sharp}"
     assert sharp.right <= printed.right
@@ -86,12 +74,12 @@ def test_lemma_shifted_technical_1_also_with_factor_1(b, first, p):
 
 def test_lemma_shifted_technical_1_proof_line_3_is_false_as_printed():
     """The smallest counterexample: n = 2, b_0 = b = 1, b_1 = 9/10, b_2 = 1."""
-    line = shifted_technical_1_line_3([0.9, 1.0], 1.0, 0.5)
+    line = lemmas.shifted_technical_1_line_3([0.9, 1.0], 1.0, 0.5)
     assert not line.holds(0.5)  # not a matter of rounding
     # 0.9 / 1 + 1 / sqrt(1.9) = 1.625 on the left, b / b_0^p = 1 on the right.
     assert line == pytest.approx((0.9 + 1 / math.sqrt(1.9), 1))
     # n = 1 is no counterexample: the first term is at most b / b_0^p.
-    assert shifted_technical_1_line_3([1.0], 1.0, 0.5).holds()
+    assert lemmas.shifted_technical_1_line_3([1.0], 1.0, 0.5).holds()
 
 
 @few
@@ -100,34 +88,34 @@ def test_lemma_shifted_technical_1_proof_line_3_is_false_as_printed():
 @example([1.0])
 @example([0.0])
 def test_lemma_const_sum_and_const_sum_delayed_also_with_3(a):
-    for lemma in (const_sum, partial(const_sum, constant=3)):
-        check(lemma, a)
-    for lemma in (const_sum_delayed, partial(const_sum_delayed, constant=3, multiple=1)):
-        check(lemma, a)
+    for constants in ({}, {"constant": 3}):
+        check(partial(lemmas.const_sum, **constants), a)
+    for constants in ({}, {"constant": 3, "multiple": 1}):
+        check(partial(lemmas.const_sum_delayed, **constants), a)
 
 
 def test_lemma_const_sum_fails_below_3():
     # Steps of 0.001 up to 1e6 in effect: a geometric sequence of ratio 1.001.
     a = [0.001 * 1.001**i for i in range(21_000)]
-    assert const_sum(a, constant=3).holds()
-    assert const_sum(a).left > 2.98
+    assert lemmas.const_sum(a, constant=3).holds()
+    assert lemmas.const_sum(a).left > 2.98
 
 
 @few
 @given(positive, positive, st.one_of(st.sampled_from([1e-6, 1e6]), st.floats(0.001, 1000)))
 def test_equation_youngs_inequality_version(a, b, rho):
-    check(young, a, b, rho)
+    check(lemmas.young, a, b, rho)
 
 
 @few
 @given(st.floats(1e-3, 1e3), positive, positive)
 def test_equations_zt_bound_2_app_and_case_2_app_1_constants(constant, a, b):
     """rho^3 = 512 L^2 gives 512 L^3 and 1/128; rho^3 = 128 B / 3 gives 20 B^(3/2) and 1/64."""
-    right = young(a, b, (512 * constant**2) ** (1 / 3)).right * 12 * constant**2
+    right = lemmas.young(a, b, (512 * constant**2) ** (1 / 3)).right * 12 * constant**2
     # The first constant is 12 (2/3) sqrt(512) = 181, not 512.
     for factor in (512, 182):
         assert right <= (factor * constant**3 * a ** (1 / 3) + b / 128) * (1 + 1e-12)
-    right = 2 * constant * young(a, b, (128 * constant / 3) ** (1 / 3)).right
+    right = 2 * constant * lemmas.young(a, b, (128 * constant / 3) ** (1 / 3)).right
     assert right <= (20 * constant**1.5 * a ** (1 / 3) + b / 64) * (1 + 1e-12)
 
 
@@ -140,7 +128,7 @@ def test_gains_are_those_of_the_rule(g_sq):
     for t, value in enumerate(g_sq, start=1):
         sums, a, _ = StormPlusRule()(sums, value, 1.0, t)
         expected.append(a)
-    assert gains(g_sq) == pytest.approx(expected, rel=1e-12)
+    assert lemmas.gains(g_sq) == pytest.approx(expected, rel=1e-12)
 
 
 @few
@@ -151,7 +139,7 @@ def test_gains_are_those_of_the_rule(g_sq):
 def test_lemma_ats_tau_star(g_sq, slack):
     with localcontext(prec=80):
         grad_bound = Decimal(max(g_sq)).sqrt() * Decimal(slack)  # G: any bound will do
-        first, second = ats_tau_star(decimals(g_sq), grad_bound)
+        first, second = lemmas.ats_tau_star(decimals(g_sq), grad_bound)
         assert len(first) + len(second) == len(g_sq)
         # 1/a is at most 1e15 here: its differences are right to 60 digits.
         assert all(inequality.holds(1e-60) for inequality in first + second)
@@ -164,7 +152,7 @@ def test_lemma_ats_tau_star_second_part_on_long_runs(grad_bound, fractions):
     """Steps of every size up to G, for long enough to pass tau*, about G^4 steps."""
     pattern = [(grad_bound * fraction) ** 2 for fraction in (*fractions, 1.0)]
     # For G < 1 beta is 1; and the last gradient of a pattern alone has the norm G.
-    _, second = ats_tau_star(pattern * math.ceil(2 * max(1.0, grad_bound**4)), grad_bound)
+    _, second = lemmas.ats_tau_star(pattern * math.ceil(2 * max(1.0, grad_bound**4)), grad_bound)
     assert second
     assert all(inequality.holds(1e-9) for inequality in second)
 
@@ -173,7 +161,8 @@ def test_tau_star_grows_like_g_to_the_fourth():
     """With |g_t| = G throughout, tau* is about G^4."""
     for grad_bound in (2.0, 3.0, 5.0):
         g_sq = [grad_bound**2] * round(2 * grad_bound**4)
-        assert tau_star(gains(g_sq), grad_bound) == pytest.approx(grad_bound**4, rel=0.05)
+        last = lemmas.tau_star(lemmas.gains(g_sq), grad_bound)
+        assert last == pytest.approx(grad_bound**4, rel=0.05)
 
 
 @few
@@ -181,16 +170,16 @@ def test_tau_star_grows_like_g_to_the_fourth():
 def test_tau_star_is_a_stopping_time(g_sq):
     """{tau* <= t} is decided by a_{t+1}, so by g_1..g_t: the future does not matter."""
     grad_bound = max(1.0, *g_sq) ** 0.5
-    a = gains(g_sq)
-    last = tau_star(a, grad_bound)
-    assert all((last <= t) == (a[t] < beta(grad_bound)) for t in range(1, len(g_sq)))
+    a = lemmas.gains(g_sq)
+    last = lemmas.tau_star(a, grad_bound)
+    assert all((last <= t) == (a[t] < lemmas.beta(grad_bound)) for t in range(1, len(g_sq)))
 
 
 def test_tau_star_needs_gains_that_never_grow():
     """With gains that may grow, time 1 does not know that tau* is 3: no stopping time."""
     grad_bound = 2**0.25  # beta = 1/2
-    assert tau_star([1.0, 0.1, 0.9, 0.1], grad_bound) == 3
-    assert tau_star([1.0, 0.1, 0.09, 0.08], grad_bound) == 1  # the same up to time 1
+    assert lemmas.tau_star([1.0, 0.1, 0.9, 0.1], grad_bound) == 3
+    assert lemmas.tau_star([1.0, 0.1, 0.09, 0.08], grad_bound) == 1  # the same up to time 1
 
 
 def test_simplified_bounding_b_and_d():

@@ -71,6 +71,8 @@ def test_smoothness_is_a_lower_bound_and_variance_reduction_shows(problem):
     assert 0.5 * problem.constants.smoothness < smoothness[299] <= problem.constants.smoothness
     error, noise = (column(observer, f"true_{k}_sq")[1000:].mean() for k in ("error", "noise"))
     assert error < 0.02 * noise
+    observed(problem, 3, still := Observer(), lr=0.0)  # no move, no ratio
+    assert still.latest["smoothness"] == 0
 
 
 def test_on_real_data_the_estimates_are_of_the_right_size():
@@ -104,12 +106,6 @@ def test_a_list_of_blocks_is_one_long_vector(problem):
     observed(problem, 20, whole)
     for row, expected in zip(observer.rows, whole.rows, strict=True):
         assert row == pytest.approx(expected)
-
-
-def test_nothing_moves_no_smoothness(problem):
-    observer = Observer()
-    observed(problem, 3, observer, lr=0.0)
-    assert observer.latest["smoothness"] == 0
 
 
 def test_errors_say_what_to_do(problem):
@@ -200,6 +196,12 @@ def loss(params):
     return sum(5 * (1 - torch.cos(p)).sum() for p in params)
 
 
+def watch(observer, opt, params, steps):
+    with observer.attach(opt):
+        for _ in range(steps):
+            take(opt, lambda: loss(params))
+
+
 def test_torch_one_attachment_at_a_time_until_it_is_closed():
     params, opt = made()
     observer = Observer()
@@ -210,9 +212,7 @@ def test_torch_one_attachment_at_a_time_until_it_is_closed():
     take(opt, lambda: loss(params))
     attachment.close()  # a second time
     assert [row["step"] for row in observer.rows] == [1]
-    with observer.attach(opt):  # halfway through a run: no g_t yet
-        for _ in range(2):
-            take(opt, lambda: loss(params))
+    watch(observer, opt, params, 2)  # halfway through a run: no g_t yet
     assert [(row["step"], "drift_sq" in row) for row in observer.rows[1:]] == [
         (3, False),
         (4, True),
@@ -268,9 +268,7 @@ DECAY = {"weight_decay": 0.1}
 def test_torch_full_gradient_is_of_what_is_minimized(options):
     params, opt = made(**options)
     observer = with_full_grad(params)
-    with observer.attach(opt):
-        for _ in range(5):
-            take(opt, lambda: loss(params))
+    watch(observer, opt, params, 5)
     assert_no_noise(observer, 5)
 
 
@@ -298,9 +296,7 @@ def test_torch_norms_are_norms_for_every_scope_and_norm(options):
     reference, observer = Observer(), Observer()
     grad = reference.watch(lambda x, xi: [5 * np.sin(b) for b in x])
     minimize(grad, x0, None, 5, lr=0.3, callback=reference, **options)
-    with observer.attach(opt):
-        for _ in range(5):
-            take(opt, lambda: loss(params))
+    watch(observer, opt, params, 5)
     true = sum(float(square(5 * np.sin(b))) for b in x0) ** 0.5
     assert observer.rows[0]["grad_norm"] == pytest.approx(true)
     for name in ("grad_norm", "estimator_norm"):

@@ -9,42 +9,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormplus import minimize
-from stormplus.theory.problems import (
-    BoundedNonConvex,
-    FiniteSum,
-    MatrixCompletion,
-    NonConvexLogistic,
-    NonNegativeFactorisation,
-    PhaseRetrieval,
-    Problem,
-    RobustRegression,
-    breast_cancer,
-    diabetes_robust,
-    digit_image,
-    digit_phase_retrieval,
-    digits_nmf,
-    digits_parity,
-    image_completion,
-    masked_matrix,
-    measured_image,
-    outlier_regression,
-    planted_completion,
-    planted_nmf,
-    sample_image,
-)
+from stormplus.theory import problems
 
 # Those with known constants first.
 PROBLEMS = {
-    "well": BoundedNonConvex(4, 0.7),
-    "ripple": BoundedNonConvex(4, 0.7, profile="ripple", height=2.0),
-    "noiseless": BoundedNonConvex(4, 0.0),
-    "logistic": breast_cancer(batch_size=3),
-    "robust": diabetes_robust(batch_size=3),
-    "outliers": outlier_regression(50, 4)[0],
-    "parity": digits_parity(batch_size=2),
-    "phase": digit_phase_retrieval()[0],
-    "nmf": planted_nmf((6, 9), 2, batch_size=5)[0],
-    "completion": planted_completion((5, 7), 2)[0],
+    "well": problems.BoundedNonConvex(4, 0.7),
+    "ripple": problems.BoundedNonConvex(4, 0.7, profile="ripple", height=2.0),
+    "noiseless": problems.BoundedNonConvex(4, 0.0),
+    "logistic": problems.breast_cancer(batch_size=3),
+    "robust": problems.diabetes_robust(batch_size=3),
+    "outliers": problems.outlier_regression(50, 4)[0],
+    "parity": problems.digits_parity(batch_size=2),
+    "phase": problems.digit_phase_retrieval()[0],
+    "nmf": problems.planted_nmf((6, 9), 2, batch_size=5)[0],
+    "completion": problems.planted_completion((5, 7), 2)[0],
 }
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
@@ -76,7 +54,7 @@ def test_gradient_by_finite_differences_and_by_autograd(problem, seed):
 @every_problem
 def test_full_gradient_and_value_are_the_mean_over_samples(problem):
     x = near(problem, 2)
-    if isinstance(problem, FiniteSum):
+    if isinstance(problem, problems.FiniteSum):
         samples = np.arange(problem.n_samples)[:, None]
     else:  # all signs
         samples = np.array(np.meshgrid(*[[-1.0, 1.0]] * 8)).reshape(2, 4, -1).transpose(2, 0, 1)
@@ -99,7 +77,7 @@ def test_constants_bound_what_they_should(name, seed, spread):
     assert difference <= known.smoothness * np.linalg.norm(x - y) * (1 + 1e-9)
     if known.value_range is not None:
         assert abs(problem.full_value(x) - problem.full_value(y)) <= known.value_range
-    if isinstance(problem, FiniteSum):
+    if isinstance(problem, problems.FiniteSum):
         full = problem.full_grad(x)
         singles = [problem.grad(x, np.array([i])) - full for i in range(problem.n_samples)]
         variance = np.mean([s @ s for s in singles]) / problem.batch_size
@@ -112,7 +90,7 @@ def test_constants_bound_what_they_should(name, seed, spread):
 @pytest.mark.parametrize("profile", ["well", "ripple"])
 def test_bounded_constants_are_attained(profile):
     """Not only bounds: sigma and B are exact, and so are L and G of the ripple."""
-    problem = BoundedNonConvex(3, 0.6, profile=profile)
+    problem = problems.BoundedNonConvex(3, 0.6, profile=profile)
     centre, known = problem.data["centre"], problem.constants
     dphi, dpsi = problem.slopes(centre)
     assert (problem.scale**2 * (dphi**2 + dpsi**2)).sum() == pytest.approx(known.noise**2)
@@ -129,7 +107,7 @@ def test_bounded_constants_are_attained(profile):
 
 def test_noise_reaches_exactly_zero_and_else_stays_at_the_minimum():
     rng = np.random.default_rng(0)
-    quiet, noisy = BoundedNonConvex(6, 0.0), BoundedNonConvex(6, 1.0)
+    quiet, noisy = problems.BoundedNonConvex(6, 0.0), problems.BoundedNonConvex(6, 1.0)
     x = near(quiet, 0)
     np.testing.assert_array_equal(quiet.grad(x, quiet.sample(rng)), quiet.full_grad(x))
     assert quiet.constants.noise == 0
@@ -141,17 +119,18 @@ def test_noise_reaches_exactly_zero_and_else_stays_at_the_minimum():
 
 
 def test_bounded_works_on_arrays_of_iterates_and_of_sigmas():
-    many, rng = BoundedNonConvex(4, np.array([0.0, 0.5])[:, None]), np.random.default_rng(0)
+    sigmas, rng = np.array([0.0, 0.5])[:, None], np.random.default_rng(0)
+    many = problems.BoundedNonConvex(4, sigmas)
     x = rng.standard_normal((2, 3, 4))
     xi = 2.0 * rng.integers(2, size=(2, 3, 4)) - 1
     for i, k in np.ndindex(2, 3):
-        one, own = BoundedNonConvex(4, 0.5 * i), xi[:, k]
+        one, own = problems.BoundedNonConvex(4, 0.5 * i), xi[:, k]
         np.testing.assert_allclose(many.grad(x, xi)[i, k], one.grad(x[i, k], own))
         assert many.value(x, xi)[i, k] == pytest.approx(one.value(x[i, k], own))
 
 
 def test_phase_retrieval_constants_on_a_ball():
-    problem, truth = digit_phase_retrieval()
+    problem, truth = problems.digit_phase_retrieval()
     radius = 2 * float(np.linalg.norm(truth))
     known, rng = problem.constants_within(radius), np.random.default_rng(0)
     for _ in range(50):
@@ -170,7 +149,7 @@ def solve(problem, steps, lr=3.0):
 
 
 def test_phase_retrieval_recovers_the_digit_up_to_sign():
-    problem, truth = digit_phase_retrieval()
+    problem, truth = problems.digit_phase_retrieval()
     assert problem.error(problem.start(), truth) > 0.3
     x = solve(problem, 2000)
     assert problem.error(x, truth) < 1e-6
@@ -178,7 +157,7 @@ def test_phase_retrieval_recovers_the_digit_up_to_sign():
 
 
 def test_nmf_recovers_the_planted_factors_up_to_order_and_scale():
-    problem, w, h = planted_nmf()
+    problem, w, h = problems.planted_nmf()
     found_w, found_h = problem.factors(solve(problem, 6000))
     assert min(found_w.min(), found_h.min()) >= 0
     assert np.linalg.norm(found_w @ found_h - w @ h) < 0.01 * np.linalg.norm(w @ h)
@@ -189,7 +168,7 @@ def test_nmf_recovers_the_planted_factors_up_to_order_and_scale():
 
 
 def test_matrix_completion_recovers_entries_it_never_saw():
-    problem, full = planted_completion()
+    problem, full = problems.planted_completion()
     hidden = np.ones(full.shape, bool)
     hidden[tuple(problem.data["indices"].T)] = False
     error = (problem.matrix(solve(problem, 2000)) - full)[hidden]
@@ -197,34 +176,35 @@ def test_matrix_completion_recovers_entries_it_never_saw():
 
 
 def test_robust_regression_recovers_coefficients_that_least_squares_misses():
-    problem, truth = outlier_regression()
+    problem, truth = problems.outlier_regression()
     least_squares = np.linalg.lstsq(*problem.data.values(), rcond=None)[0]
     assert np.linalg.norm(least_squares - truth) > 0.3 * np.linalg.norm(truth)
     assert np.linalg.norm(solve(problem, 5000, 1.0) - truth) < 0.02 * np.linalg.norm(truth)
 
 
 def test_images_are_completed_and_factored():
-    problem, image = image_completion(shrink=8, rank=5)
+    problem, image = problems.image_completion(shrink=8, rank=5)
     assert problem.n_samples == pytest.approx(image.size / 2, rel=0.05)
     points = problem.start(), solve(problem, 1500)
     before, after = (np.linalg.norm(problem.matrix(x) - image) for x in points)
     assert after < 0.45 * before
-    problem = digits_nmf(rank=5, images=100)
+    problem = problems.digits_nmf(rank=5, images=100)
     x = solve(problem, 1500)
     assert problem.full_value(x) < 0.5 * problem.full_value(problem.start())
 
 
 def test_data_and_helpers_are_what_they_say():
-    for problem, shape in ((breast_cancer(), (569, 31)), (digits_parity(), (1797, 62)),
-                           (diabetes_robust(), (442, 11))):  # fmt: skip
-        assert problem.data["features"].shape == shape
-    assert (digit_image(3).shape, sample_image("flower").shape) == ((8, 8), (106, 160))
-    assert 0 <= sample_image().min() < sample_image().max() <= 1
+    shapes = {"breast_cancer": (569, 31), "digits_parity": (1797, 62), "diabetes_robust": (442, 11)}
+    for name, shape in shapes.items():
+        assert getattr(problems, name)().data["features"].shape == shape
+    assert problems.digit_image(3).shape == (8, 8)
+    assert problems.sample_image("flower").shape == (106, 160)
+    assert 0 <= problems.sample_image().min() < problems.sample_image().max() <= 1
     image = np.outer(np.arange(1.0, 5), np.ones(4))
-    phase, truth = measured_image(image)
+    phase, truth = problems.measured_image(image)
     assert (truth**2).mean() == pytest.approx(1.0)
     assert phase.error(truth, truth) == 0
-    completion, mask = masked_matrix(image, 1, seen=0.7)
+    completion, mask = problems.masked_matrix(image, 1, seen=0.7)
     assert completion.n_samples == mask.sum()
 
 
@@ -235,29 +215,31 @@ def test_a_users_own_problem_is_a_few_lines(capsys, request):
         pytest.skip("needs docs, which the source distribution leaves out")
     example, scope = page.read_text().split("A problem of your own is")[1], {}
     exec(example.split("```")[1].removeprefix("python"), scope)
-    assert isinstance(scope["problem"], Problem)
+    assert isinstance(scope["problem"], problems.Problem)
     assert np.linalg.norm(scope["result"].x - [1.0, -2.0]) < 0.1
     assert scope["observer"].latest["smoothness"] <= 2  # the loss is 2-smooth
     assert "noise_sq" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("name", "arguments", "message"),
     [
-        (lambda: BoundedNonConvex(3, -1.0), "sigma must be finite and not negative, got -1.0"),
-        (lambda: BoundedNonConvex(3, profile="hill"), "profile must be 'well' or 'ripple'"),
-        (lambda: NonConvexLogistic(np.ones((2, 2)), [0, 1]), "targets must be -1 or 1"),
-        (lambda: RobustRegression(np.ones((2, 2)), [1.0]), "one number a row"),
-        (lambda: PhaseRetrieval(np.ones((2, 2)), [1.0, -1.0]), "none negative"),
-        (lambda: NonNegativeFactorisation(-np.ones((2, 2)), 1), "no negative entry"),
-        (lambda: MatrixCompletion((2, 2), np.zeros((3, 2), int), [1.0], 1), "one row"),
-        (lambda: planted_nmf(batch_size=0), "batch_size must be at least 1, got 0"),
-        (lambda: sample_image("cat"), "'china' or 'flower', got 'cat'"),
+        ("BoundedNonConvex", (3, -1.0), "sigma must be finite and not negative, got -1.0"),
+        ("NonConvexLogistic", (np.ones((2, 2)), [0, 1]), "targets must be -1 or 1"),
+        ("RobustRegression", (np.ones((2, 2)), [1.0]), "one number a row"),
+        ("PhaseRetrieval", (np.ones((2, 2)), [1.0, -1.0]), "none negative"),
+        ("NonNegativeFactorisation", (-np.ones((2, 2)), 1), "no negative entry"),
+        ("MatrixCompletion", ((2, 2), np.zeros((3, 2), int), [1.0], 1), "one row"),
+        ("sample_image", ("cat",), "'china' or 'flower', got 'cat'"),
     ],
 )
-def test_errors_say_what_is_wrong(make, message):
+def test_errors_say_what_is_wrong(name, arguments, message):
     with pytest.raises(ValueError, match=message):
-        make()
+        getattr(problems, name)(*arguments)
+    with pytest.raises(ValueError, match="profile must be 'well' or 'ripple', got 'hill'"):
+        problems.BoundedNonConvex(3, profile="hill")
+    with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
+        problems.planted_nmf(batch_size=0)
 
 
 def run_python(code):

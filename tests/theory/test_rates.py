@@ -22,12 +22,7 @@ from stormplus.rules import make_rule
 from stormplus.theory.problems import BoundedNonConvex
 from stormplus.theory.rates import METHODS, Plan, Result, figure, run_method, slope, slopes, table
 from stormplus.theory.rates.command import MethodFailed, rates, run_all
-from stormplus.theory.rates.experiment import (
-    corrected_momentum,
-    measure,
-    samples,
-    storm_constants,
-)
+from stormplus.theory.rates.experiment import corrected_momentum, measure, samples, storm_constants
 from stormplus.theory.rates.report import details
 from stormplus.theory.rates.store import load, part, read, save, write_whole
 from stormplus.theory.rivals import adagrad_norm, sgd
@@ -48,14 +43,9 @@ def test_runs_side_by_side_are_those_of_minimize(name):
     mean, square = measure(method, problem, seeds, np.array([10, steps]))
     for i, k in np.ndindex(2, 2):
         single, norms, stream = BoundedNonConvex(dim, sigmas[i]), [], iter(drawn(seeds[k], 4, 40))
-        minimize(
-            single.grad,
-            single.start(np.random.default_rng([seeds[k], 0])),
-            lambda rng: next(stream),
-            steps,
-            method=name,
-            callback=lambda r: norms.append(np.linalg.norm(single.full_grad(r.x))),
-        )
+        x0 = single.start(np.random.default_rng([seeds[k], 0]))
+        see = {"callback": lambda r: norms.append(np.linalg.norm(single.full_grad(r.x)))}
+        minimize(single.grad, x0, lambda rng: next(stream), steps, method=name, **see)
         assert mean[:, i, k] == pytest.approx([np.mean(norms[:10]), np.mean(norms)], rel=1e-10)
         assert square[1, i, k] == pytest.approx(np.mean(np.square(norms)), rel=1e-10)
 
@@ -175,13 +165,8 @@ def test_plan_is_what_the_documentation_promises_and_refuses_nonsense(request):
 
 # The command.
 
-TINY = Plan(
-    steps=400,
-    seeds=(0, 1),
-    sigmas=(0.0, 0.1, 1.0),
-    window=(100, 400),
-    tuning_steps=20,
-    tuning_seeds=(1000,),
+TINY = dataclasses.replace(
+    Plan.quick(), steps=400, seeds=(0, 1), window=(100, 400), tuning_steps=20, tuning_seeds=(1000,)
 )
 FILES = ("rates.json", "rates_summary.json", "rates.md", "rates.png")
 
@@ -387,24 +372,15 @@ def blocks_ctrl_c(process):
     return int(mask.split()[1], 16) >> (signal.SIGINT - 1) & 1
 
 
-@pytest.mark.parametrize(
-    "sign",
-    [
-        signal.SIGINT,
-        pytest.param(signal.SIGTERM, marks=pytest.mark.long),
-        pytest.param(signal.SIGKILL, marks=pytest.mark.long),
-    ],
-    ids=["ctrl-c", "term", "kill"],
-)
+LONG = [pytest.param(s, marks=pytest.mark.long) for s in (signal.SIGTERM, signal.SIGKILL)]
+
+
+@pytest.mark.parametrize("sign", [signal.SIGINT, *LONG], ids=["ctrl-c", "term", "kill"])
 def test_an_interruption_ends_the_workers_and_keeps_what_is_done(tmp_path, sign):
     settings = repr(dataclasses.asdict(TUNES_FOR_HOURS))
-    child = subprocess.Popen(
-        [sys.executable, "-c", STOPPABLE, str(tmp_path), settings],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+    pipes = dict.fromkeys(("stdout", "stderr"), subprocess.PIPE)
+    line = [sys.executable, "-c", STOPPABLE, str(tmp_path), settings]
+    child = subprocess.Popen(line, text=True, start_new_session=True, **pipes)
     try:
         wait_until(lambda: part(tmp_path, "adagrad-norm").exists() or child.poll() is not None)
         family = psutil.Process(child.pid)
