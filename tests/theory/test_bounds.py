@@ -1,11 +1,13 @@
 """The paper's statements about runs, on problems that meet its assumptions."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormplus.theory.problems import BoundedNonConvex, outlier_regression
+from stormplus import minimize
 from stormplus.theory import (
     error_dynamics,
     main_theorem_constants,
@@ -15,23 +17,18 @@ from stormplus.theory import (
     sum_of_gradients,
     trace_run,
 )
+from stormplus.theory.problems import BoundedNonConvex, outlier_regression
 
 METHODS = ("storm+", "simplified-storm+", "storm")
-run_settings = settings(max_examples=40, deadline=None)
+few, one_of = settings(max_examples=25, deadline=None), st.sampled_from
+profiles = one_of(["well", "ripple"])
 
 
-@run_settings
-@given(
-    st.sampled_from(METHODS),
-    st.sampled_from([0.0, 1e-20, 0.3, 10.0]),
-    st.sampled_from([1e-20, 0.3, 3.0]),
-    st.integers(0, 5),
-    st.sampled_from(["well", "ripple"]),
-)
-def test_equation_error_dynamics(method, sigma, lr, seed, profile):
+@few
+@given(one_of(METHODS), one_of([0.0, 1e-20, 0.3, 10.0]), one_of([1e-20, 0.3, 3.0]), profiles)
+def test_equation_error_dynamics(method, sigma, lr, profile):
     """eps_t = (1 - a_t) eps_{t-1} + a_t (g_t - g_bar_t) + (1 - a_t) Z_t, to rounding."""
-    problem = BoundedNonConvex(5, sigma, profile=profile, seed=seed)
-    trace = trace_run(problem, 60, method=method, lr=lr, rng=seed)
+    trace = trace_run(BoundedNonConvex(5, sigma, profile=profile), 60, method=method, lr=lr)
     scale = np.abs(trace.d).max() + np.abs(trace.g).max()
     assert np.abs(error_dynamics(trace)).max() <= 20 * np.finfo(float).eps * scale
 
@@ -45,50 +42,35 @@ def test_equation_error_dynamics_needs_every_term():
     assert np.abs(without).max() > 1e-2
 
 
-@run_settings
+@few
 @given(
-    st.sampled_from(METHODS[:2]),
-    st.sampled_from([0.0, 0.1, 1.0, 10.0]),
-    st.sampled_from([1e-3, 1.0, 100.0]),
-    st.sampled_from([0.1, 1.0, 5.0]),
-    st.sampled_from([1, 2, 100]),
-    st.sampled_from(["well", "ripple"]),
-    st.integers(0, 3),
-)
+    one_of(METHODS[:2]), one_of([0.0, 0.1, 1.0, 10.0]), one_of([1e-3, 1.0, 100.0]),
+    one_of([0.1, 1.0, 5.0]), one_of([1, 2, 100]), profiles, st.integers(0, 3),
+)  # fmt: skip
 def test_lemma_sun_grad_storm_p(method, sigma, height, lr, steps, profile, seed):
     """On real runs with known L and B; `lr` is ours, and 1 is the paper's statement."""
-    problem = BoundedNonConvex(4, sigma, profile=profile, height=height, seed=seed)
+    shape = {"profile": profile, "height": height, "seed": seed}
+    problem, quiet = (BoundedNonConvex(4, noise, **shape) for noise in (sigma, 0.0))
     trace = trace_run(problem, steps, method=method, lr=lr, rng=seed)
-    constants = problem.constants
     # The lemma speaks of f, whose smoothness is that of the problem without noise.
-    smoothness = BoundedNonConvex(4, 0.0, profile=profile, height=height).constants.smoothness
-    assert smoothness <= constants.smoothness
-    inequality = sum_of_gradients(trace, smoothness, constants.value_range, lr)
-    assert inequality.holds(1e-12)
+    smoothness, known = quiet.constants.smoothness, problem.constants
+    assert smoothness <= known.smoothness
+    assert sum_of_gradients(trace, smoothness, known.value_range, lr).holds(1e-12)
 
 
-def test_lemma_sun_grad_storm_p_on_a_finite_sum():
+def test_lemma_sun_grad_storm_p_on_a_finite_sum_and_where_it_is_tight():
     problem, _ = outlier_regression(200, 5)
-    trace = trace_run(problem, 300)
-    constants = problem.constants
-    assert sum_of_gradients(trace, constants.smoothness, constants.value_range).holds()
-
-
-def test_lemma_sun_grad_storm_p_is_not_vacuous():
-    """A tenth of B would be refuted: the descent term carries the bound on this run."""
+    known = problem.constants
+    assert sum_of_gradients(trace_run(problem, 300), known.smoothness, known.value_range).holds()
+    # Not vacuous: a tenth of B would be refuted, the descent term carries the bound here.
     problem = BoundedNonConvex(1, 0.0, profile="ripple", height=1.0)
     trace = trace_run(problem, 200, x0=problem.data["centre"] + np.pi - 1e-2, lr=0.05)
     assert sum_of_gradients(trace, 1.0, 2.0, lr=0.05).holds()
     assert not sum_of_gradients(trace, 0.0, 0.05, lr=0.05).holds()
 
 
-@run_settings
-@given(
-    st.sampled_from([1e-20, 1e-3, 1.0, 1e3]),
-    st.sampled_from([1, 10, 300]),
-    st.sampled_from(["well", "ripple"]),
-    st.sampled_from([1, 20]),
-)
+@few
+@given(one_of([1e-20, 1e-3, 1.0, 1e3]), one_of([1, 10, 300]), profiles, one_of([1, 20]))
 def test_theorem_offline(height, steps, profile, dim):
     """sigma = 0: sum |g_bar_t|^2 is bounded by a constant of L and B, for every T."""
     problem = BoundedNonConvex(dim, 0.0, profile=profile, height=height)
@@ -124,8 +106,8 @@ def test_equation_eps_recurse_1_is_false_without_its_second_expectation():
     assert expected <= problem.constants.noise**2
 
 
-@run_settings
-@given(st.integers(0, 20), st.sampled_from([0.1, 1.0, 10.0]))
+@few
+@given(st.integers(0, 20), one_of([0.1, 1.0, 10.0]))
 def test_equation_eps_recurse_1(seed, sigma):
     """With E, and the expectation over xi_t exact: all 2^(2 dim) samples are enumerated."""
     dim, t = 2, 12
@@ -133,25 +115,25 @@ def test_equation_eps_recurse_1(seed, sigma):
     trace = trace_run(problem, t, method="simplified-storm+", rng=seed)
     a, x, x_old = trace.gain[t - 1], trace.x[t - 1], trace.x[t - 2]
     d_old, error_old = trace.d[t - 2], trace.error[t - 2]
-    signs = np.array(np.meshgrid(*[[-1.0, 1.0]] * (2 * dim))).reshape(2, dim, -1)
-    squares, z_squares, noises = [], [], []
-    for k in range(signs.shape[2]):
-        xi = (signs[0, :, k], signs[1, :, k])
-        g, g_tilde = problem.grad(x, xi), problem.grad(x_old, xi)
-        error = g + (1 - a) * (d_old - g_tilde) - problem.full_grad(x)
-        z = (g - g_tilde) - (problem.full_grad(x) - problem.full_grad(x_old))
-        squares.append(error @ error)
-        z_squares.append(z @ z)
-        noises.append(np.sum((g - problem.full_grad(x)) ** 2))
-    move_sq = float(np.sum((x - x_old) ** 2))
-    smoothness = problem.constants.smoothness
+    signs = np.array(np.meshgrid(*[[-1.0, 1.0]] * (2 * dim))).reshape(2, dim, -1).swapaxes(1, 2)
+    g, g_tilde = problem.grad(x, signs), problem.grad(x_old, signs)  # one row a sample
+    g_bar, g_bar_old = problem.full_grad(x), problem.full_grad(x_old)
+    error_sq, z_sq, noise_sq = (
+        square_sums(v) / len(v)
+        for v in (
+            g + (1 - a) * (d_old - g_tilde) - g_bar,
+            (g - g_tilde) - (g_bar - g_bar_old),
+            g - g_bar,
+        )
+    )
+    move_sq, smoothness = float(np.sum((x - x_old) ** 2)), problem.constants.smoothness
     line_1 = (1 - a) ** 2 * error_old @ error_old
-    line_2 = line_1 + 2 * (1 - a) ** 2 * np.mean(z_squares) + 2 * a**2 * np.mean(noises)
+    line_2 = line_1 + 2 * (1 - a) ** 2 * z_sq + 2 * a**2 * noise_sq
     line_3 = (1 - a) * error_old @ error_old + 8 * smoothness**2 * move_sq + 2 * a**2 * sigma**2
-    assert np.mean(squares) <= line_2 * (1 + 1e-12)
+    assert error_sq <= line_2 * (1 + 1e-12)
     assert line_2 <= line_3 * (1 + 1e-12)
     # Beyond the paper: E|Z|^2 is a variance, so L^2 |move|^2 bounds it, without the 4.
-    assert np.mean(z_squares) <= smoothness**2 * move_sq * (1 + 1e-12)
+    assert z_sq <= smoothness**2 * move_sq * (1 + 1e-12)
 
 
 def test_bounds_on_z():
@@ -183,40 +165,31 @@ def test_first_error_is_remembered_for_g_to_the_fourth_steps():
 def test_rescaling_f_and_x_changes_storm_plus_by_its_hidden_units():
     """f'(x') = c f(x'/s). The run is the same, rescaled, only if the 1 in `a` becomes
     (c/s)^2 and the 1 in eta becomes s^(4/3) c^(-1/3)."""
-    base = BoundedNonConvex(3, 0.5)
-    c, s = 10.0, 2.0
+    base, c, s = BoundedNonConvex(3, 0.5), 10.0, 2.0
+
+    def run(grad, start, lr=1.0):
+        return minimize(grad, start, base.sample, 50, rng=0, lr=lr).x
 
     def rescaled(x, xi):
-        return c / s * base.grad(x / s, xi)
+        return unit * base.grad(x / s, xi)
 
-    class Rescaled:
-        start = staticmethod(lambda: s * base.start())
-
-    from stormplus import minimize
-
-    plain = minimize(base.grad, base.start(), base.sample, 50, rng=0)
     # The unit of the gradient is put back by hand: g is divided by c/s before the rule sees
     # it; what is left is the unit of x, a factor s on the step.
-    unit = c / s
-    matched = minimize(
-        lambda x, xi: rescaled(x, xi) / unit, Rescaled.start(), base.sample, 50, rng=0, lr=s
-    )
-    np.testing.assert_allclose(matched.x, s * plain.x, rtol=1e-12)
+    unit, start = c / s, s * base.start()
+    plain = run(base.grad, base.start())
+    matched = run(lambda x, xi: rescaled(x, xi) / unit, start, lr=s)
+    np.testing.assert_allclose(matched, s * plain, rtol=1e-12)
     # The same with the paper's eta, written for gradients in their new unit: k = s^(4/3) c^(-1/3)
     # because (unit^2)^(-1/3) * unit = unit^(1/3), and s / unit^(1/3) = s^(4/3) c^(-1/3).
     assert s / unit ** (1 / 3) == pytest.approx(s ** (4 / 3) * c ** (-1 / 3))
     # Without that care the run differs, and not by a little.
-    naive = minimize(rescaled, Rescaled.start(), base.sample, 50, rng=0)
-    assert np.abs(naive.x / s - plain.x).max() > 0.05
+    assert np.abs(run(rescaled, start) / s - plain).max() > 0.05
 
 
 @pytest.mark.long
-def test_theorem_stormp_main_fails_without_a_constant_in_kappa():
+def test_theorem_stormp_main_fails_without_a_constant_in_kappa(request):
     """T^(1/3) E|grad f(x_bar_T)| tends to 0.846 whatever L and B are (docs/theory.md)."""
-    import importlib.util
-    from pathlib import Path
-
-    script = Path(__file__).parents[2] / "docs" / "scripts" / "kappa.py"
+    script = request.config.rootpath / "docs" / "scripts" / "kappa.py"
     if not script.exists():
         pytest.skip("needs docs/scripts, which the source distribution leaves out")
     spec = importlib.util.spec_from_file_location("kappa", script)
