@@ -126,11 +126,13 @@ def load_all(paths: Iterable[str | os.PathLike[str]], on_cut: OnCut = "raise") -
     """`load` for several journals; later files replace rows of earlier ones."""
     if not callable(on_cut) and on_cut not in ("raise", "drop"):
         raise ValueError(f"on_cut must be 'raise' or 'drop', got {on_cut!r}")
-    rows: dict[Key, dict[str, Any]] = {}
-    for path in paths:
-        for row in _rows(Path(path), on_cut):
-            rows[key_of(row)] = row
-    lines = [line for row in rows.values() for line in lines_of(row)]
+    return frame_of(row for path in paths for row in _rows(Path(path), on_cut))
+
+
+def frame_of(found: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    """The flat frame of these rows; of several rows of one run the last counts."""
+    last = {key_of(row): row for row in found}
+    lines = [line for row in last.values() for line in lines_of(row)]
     return typed(pd.DataFrame(lines, columns=list(COLUMNS)))
 
 
