@@ -56,19 +56,19 @@ report: $(READY)  ## the benchmark's page and README's results, from the committ
 	$(BIN)/stormplus report $(ROWS) --output out/report --readme README.md --keep docs/figures
 
 untuned: $(READY)  ## the study's tables and figure, from the committed rows
-	$(BIN)/python benchmark/pages/untuned.py
+	$(BIN)/python benchmark/scripts/untuned.py
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2
 
 paper-page: $(READY)  ## its page's tables and figures, from the committed rows
-	$(BIN)/python benchmark/pages/paper_experiment.py
+	$(BIN)/python benchmark/scripts/paper_experiment.py
 
 bench-step: $(READY)  ## time the optimizer's own work against torch.optim
 	$(BIN)/stormplus bench-step
 
 bench-jax: $(READY)  ## time the optax transformations against optax.adam
-	$(BIN)/python benchmark/bench_jax.py
+	$(BIN)/python benchmark/scripts/bench_jax.py
 
 rates: $(READY)  ## the paper's rates, measured: a figure, a table, the raw rows (5 minutes)
 	$(BIN)/stormplus rates

@@ -150,7 +150,7 @@ def test_the_smallest_scale_runs_resnet34_and_resumes(tmp_path):
 def test_the_page_says_what_the_rows_say(tmp_path, monkeypatch):
     """The committed tables are those that `make paper-page` writes."""
     root = Path(__file__).parents[2]
-    path = root / "benchmark" / "pages" / "paper_experiment.py"
+    path = root / "benchmark" / "scripts" / "paper_experiment.py"
     spec = importlib.util.spec_from_file_location("page", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

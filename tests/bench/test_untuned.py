@@ -35,7 +35,7 @@ def shipped(training):
 
 
 def study():
-    path = ROOT / "benchmark" / "pages" / "untuned.py"
+    path = ROOT / "benchmark" / "scripts" / "untuned.py"
     spec = importlib.util.spec_from_file_location("study", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

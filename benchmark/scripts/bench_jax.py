@@ -1,6 +1,6 @@
 """What a STORM+ step costs in JAX beside `optax.adam`, on the same gradient.
 
-    python benchmark/bench_jax.py [--rounds 40]
+    python benchmark/scripts/bench_jax.py [--rounds 40]
 
 The methods take turns, round after round, and each figure is the least over the rounds:
 other load on the machine only ever adds time. "Two evaluations included": a STORM+ step
