@@ -240,7 +240,7 @@ def curves_panel(
         x, style = known["evaluations"].to_numpy(), style_of(method)
         (drawn,) = axis.plot(x, known["median"], markevery=(0.05, 0.2), **style.line())
         tag(drawn, method)
-        # A band without an upper end leaves the picture; inf itself cannot be drawn.
+        # A band without an upper end leaves the figure; inf itself cannot be drawn.
         ceiling = known["high"].replace(np.inf, 1e3 * max(abs(top), 1e-300))
         band = axis.fill_between(
             x, known["low"], ceiling, color=style.colour, alpha=0.13, linewidth=0

@@ -229,7 +229,7 @@ def _claims_table(long: pd.DataFrame, axis: str, ours: str) -> str:
 
 
 def with_epochs(frame: pd.DataFrame, images: int) -> pd.DataFrame:
-    """Add the column `epoch`: passes over the data, as in the paper's pictures."""
+    """Add the column `epoch`: passes over the data, as in the paper's figure."""
     return frame.assign(epoch=frame["samples"] * BATCH / images)
 
 

@@ -44,13 +44,10 @@ def test_benchopt_finds_and_draws_them(frame):
         json.dumps(plots, allow_nan=False)  # what benchopt writes into its page
 
 
-def test_sensitivity(frame):
+def test_sensitivity_and_cost_of_not_tuning(frame):
     lines = load("sensitivity").plot(frame, workload="a", measure="final training loss")
     assert [line["label"] for line in lines] == ["STORM+", "SGD"]  # Adam diverged
     assert [lines[0][name] for name in ("x", "y", "y_low")] == [[1, 10], [2, 6], [1, 6]]
-
-
-def test_cost_of_not_tuning(frame):
     plot = load("cost_of_not_tuning")
     bars = plot.plot(frame, workload="a")
     found = [(bar["label"], bar["text"]) for bar in bars]

@@ -41,7 +41,7 @@ where it was left. `stormplus report DIR/rows.jsonl` makes the page.
 
 @click.command(epilog=EXAMPLES)
 @click.argument("suite", default="quick")
-@click.option("--output", metavar="DIR", help="Where rows and pictures go.  [out/SUITE]")
+@click.option("--output", metavar="DIR", help="Where rows and figures go.  [out/SUITE]")
 @JOBS
 @THREADS
 @click.option(

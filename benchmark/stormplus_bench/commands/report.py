@@ -33,7 +33,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A folder for the pictures that README shows.  [OUTPUT/figures]",
+    help="A folder for the figures that README shows.  [OUTPUT/figures]",
 )
 def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Path | None) -> None:
     r"""Turn the benchmark's rows into a page, figures, a table and a summary.
@@ -45,7 +45,7 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Pat
     \b
     OUTPUT then has
       index.html    the report, one file that opens without a network
-      figures/      each picture as SVG, the overviews as PNG too
+      figures/      each figure as SVG, the overviews as PNG too
       table.csv     one line for each workload and method
       results.md    what README says: where STORM+ wins, ties and loses
 
@@ -113,16 +113,16 @@ def write(  # noqa: PLR0917
     """Write everything; the README last, when nothing can go wrong any more."""
     folder = output / "figures"
     folder.mkdir(parents=True, exist_ok=True)
-    pictures = {}
+    svgs = {}
     for number, (name, (draw, overview)) in enumerate(_drawings(frame).items()):
         figure = draw()
-        pictures[name] = to_svg(figure, f"f{number}")
+        svgs[name] = to_svg(figure, f"f{number}")
         file = folder / re.sub(r"[^\w.-]", "_", name)
-        file.with_name(f"{file.name}.svg").write_text(pictures[name], encoding="utf-8")
+        file.with_name(f"{file.name}.svg").write_text(svgs[name], encoding="utf-8")
         if overview:
             figure.set_layout_engine("none")  # it is laid out already
             figure.savefig(f"{file}.png", dpi=130, metadata={"Software": None})
-    (output / "index.html").write_text(page.build(frame, found, pictures), encoding="utf-8")
+    (output / "index.html").write_text(page.build(frame, found, svgs), encoding="utf-8")
     scores.table(frame).to_csv(output / "table.csv", index=False)
     command = f"stormplus report {' '.join(path.as_posix() for path in files)}"
     command += f" --output {output.as_posix()}"

@@ -26,7 +26,7 @@ class Workload(ABC):
     """One training task.
 
     Attributes:
-        name: As in every table and picture.
+        name: As in every table and figure.
         budget: Gradient evaluations of one mini-batch that a run may spend.
         batch_size: Examples in a mini-batch.
         batches: Mini-batches in the whole training set: what a full gradient costs.
