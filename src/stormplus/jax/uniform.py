@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stormplus.jax.trees import PyTree
+from stormplus.jax.core.trees import PyTree
 
 
 class UniformIterateState(NamedTuple):
