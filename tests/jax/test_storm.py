@@ -260,8 +260,13 @@ HOLES = {
 @pytest.mark.parametrize("wrap", HOLES.values(), ids=HOLES)
 @pytest.mark.parametrize("name", PAIRED)
 def test_trees_with_holes_raise(name, wrap):
-    with pytest.raises(TypeError, match=r"holes.*pass mask= to the optimizer instead"):
+    """The error is the line to write."""
+    with pytest.raises(TypeError, match=r"holes.*write `\w+\(mask=\{.*\}\)`") as caught:
         wrap(PAIRED[name]()).init(PARAMS)
+    line = str(caught.value).split("`")[1]
+    assert line == f"{name}(mask={{'a': True, 'b': False}})"
+    state = eval(line, dict(PAIRED)).init(PARAMS)
+    assert len(jax.tree.leaves(state.estimator)) == 1
 
 
 def test_a_wrapper_that_drops_the_extra_argument_raises():

@@ -114,7 +114,7 @@ def storm_plus(
         gradient_transform: A stateless optax transformation such as clipping, applied to
             both gradients of the optimised leaves, before the weight decay.
     """
-    return _paired(StormPlusRule(), norm, Options.of(locals()))
+    return _paired("storm_plus", StormPlusRule(), norm, Options.of(locals()))
 
 
 def simplified_storm_plus(
@@ -130,7 +130,8 @@ def simplified_storm_plus(
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
-    return _paired(SimplifiedStormPlusRule(), norm, Options.of(locals()))
+    options = Options.of(locals())
+    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), norm, options)
 
 
 def storm(
@@ -157,7 +158,7 @@ def storm(
     """
     options = Options.of(locals())
     constants = {"theta": theta, "w": w, "c": c, "smoothness": smoothness}
-    return _paired(_storm_rule(constants), norm, options)
+    return _paired("storm", _storm_rule(constants), norm, options)
 
 
 def _storm_rule(constants: dict[str, Any]) -> Rule:
@@ -166,12 +167,14 @@ def _storm_rule(constants: dict[str, Any]) -> Rule:
     return partial(StormRule.__call__, cast(StormRule, SimpleNamespace(**constants)))
 
 
-def _paired(rule: Rule, norm: str, options: Options) -> optax.GradientTransformationExtraArgs:
+def _paired(
+    name: str, rule: Rule, norm: str, options: Options
+) -> optax.GradientTransformationExtraArgs:
     """The template: corrected momentum with the gain and the step size of `rule`."""
     check_choice("norm", norm, NORMS)
 
     def init(params: PyTree) -> StormState:
-        _refuse_holes(params)
+        _refuse_holes(name, params)
         layout = options.layout(params)
         d = [jnp.zeros_like(x_i, dtype=estimator_dtype(x_i)) for x_i in layout.x]
 
@@ -289,12 +292,13 @@ def _given(value: Any) -> str:
     return repr(value) if value is None else f"a {type(value).__name__}"
 
 
-def _refuse_holes(params: PyTree) -> None:
-    if any(is_hole(leaf) for leaf in jax.tree.leaves(params, is_leaf=is_hole)):
+def _refuse_holes(name: str, params: PyTree) -> None:
+    mask = jax.tree.map(lambda leaf: not is_hole(leaf), params, is_leaf=is_hole)
+    if not all(jax.tree.leaves(mask)):
         raise TypeError(
-            "the parameters have holes (optax.MaskedNode), as optax.masked and "
-            "optax.partition make them, and grad_fn could not be evaluated; "
-            "pass mask= to the optimizer instead"
+            "the parameters have holes (optax.MaskedNode), as optax.masked and optax.partition "
+            "make them, and grad_fn can only be evaluated at all the parameters; instead of "
+            f"masking from outside write `{name}(mask={mask})`"
         )
 
 
