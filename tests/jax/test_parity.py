@@ -164,7 +164,7 @@ def test_untuned_equals_the_oracle(options, told):
         np.testing.assert_allclose(np.atleast_1d(number), expected[key], **CLOSE)
     assert int(state.step) == STEPS
     moved = [float(np.max(np.abs(a - b))) for a, b in zip(expected["x"], PROBLEM.x0)]
-    assert min(moved) > 1e-2  # it went somewhere
+    assert min(moved) > 1e-3  # it went somewhere
 
 
 TORCH = {
