@@ -148,6 +148,22 @@ def test_eager_calls_in_a_chain_with_other_arguments_change_nothing(name):
     assert_trees_close(params, walk(name, [2.0, 2.0])[0], **ROUNDING)
 
 
+@pytest.mark.usefixtures("x64")
+@each
+def test_gradients_flow_through_a_run(name):
+    """Meta-gradients, also where x is at its origin and where a gradient is zero."""
+    first = {"a": jnp.array([3.0, 4.0, 0.0]), "zero": jnp.zeros(2)}
+
+    @jax.jit
+    def end(lr):
+        tx = TRANSFORMATIONS[name](lr, scope="tensor")
+        moved, _ = run(tx, quadratic, jax.tree.map(lambda p: p * lr, first), CURVATURES[:4])
+        return jnp.sum(moved["a"] ** 2)
+
+    slope = (end(0.5 + 1e-6) - end(0.5 - 1e-6)) / 2e-6
+    np.testing.assert_allclose(jax.grad(end)(0.5), slope, rtol=1e-6)
+
+
 # --- trees -----------------------------------------------------------------------------------
 
 

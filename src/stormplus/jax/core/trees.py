@@ -32,6 +32,11 @@ def widened(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [leaf.astype(estimator_dtype(leaf)) for leaf in leaves]
 
 
+def root(square: jax.Array) -> jax.Array:
+    """The square root, with the derivative 0 at 0: infinity would make meta-gradients NaN."""
+    return jnp.where(square == 0, 0, jnp.sqrt(jnp.where(square == 0, 1, square)))
+
+
 def all_finite(tree: PyTree) -> jax.Array:
     leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
     return jnp.stack(leaves).all()
@@ -118,10 +123,11 @@ class Layout:
         buckets = [jnp.max(jnp.stack(bucket)) for bucket in self._buckets(largest)]
         if not buckets:
             return jnp.zeros(self.shape, sums_dtype())
-        scale = jnp.stack(buckets).reshape(self.shape)
+        # The scale cancels: no derivative need go through it.
+        scale = jax.lax.stop_gradient(jnp.stack(buckets).reshape(self.shape))
         scale = jnp.where(scale == 0, 1, scale)
         scaled = [leaf / scale_i for leaf, scale_i in zip(leaves, self.each(scale))]
-        return scale * jnp.sqrt(self.square_norm(scaled, "mean"))
+        return scale * root(self.square_norm(scaled, "mean"))
 
     def _buckets(self, leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
         buckets: list[list[jax.Array]] = [[] for _ in range(self.count)]
