@@ -207,6 +207,18 @@ def the_point(p, sample):
     return p
 
 
+@each
+def test_counters_stop_at_their_largest_value(name):
+    """2^31 calls: a count that wrapped around made t negative, and the parameters NaN."""
+    params, state = walk(name)
+    largest = jnp.int32(2**31 - 1)
+    names = ("step", "moves", "skipped", "restarts")
+    counts = {key: largest for key in names if key in state._fields}
+    params, state = walk(name, [1.0, np.nan, 2.0], params, state._replace(**counts))
+    assert_finite((params, state))
+    assert all(getattr(state, key) == largest for key in counts)
+
+
 def half_dead(p, sample):
     return {"dead": 0 * p["dead"], "live": sample * p["live"]}
 

@@ -196,6 +196,12 @@ def test_the_iterate_can_be_donated_with_the_parameters():
     step(params, kept)
 
 
+def test_the_count_of_points_stops_at_its_largest_value():
+    keep = uniform_iterate()
+    kept = keep.init(jnp.ones(2))._replace(step=jnp.int32(2**31 - 1))
+    assert int(keep.update(kept, jnp.zeros(2)).step) == 2**31 - 1
+
+
 @pytest.mark.parametrize("seed", [1.0, None, True])
 def test_the_seed_is_an_integer(seed):
     with pytest.raises(TypeError, match="seed must be an integer, got"):

@@ -28,6 +28,7 @@ from stormplus.jax.core.trees import (
     PyTree,
     TreeOrFunction,
     all_finite,
+    counted,
     estimator_dtype,
     is_hole,
     sums_dtype,
@@ -247,7 +248,7 @@ def _paired(
 
         g_sq, d_sq = (layout.square_norm(v, norm) for v in (g, d_new))
         sums = Sums(state.sum_g_sq, state.sum_d_sq_over_a)
-        t = (state.step + 1).astype(sums_dtype())
+        t = counted(state.step).astype(sums_dtype())
         sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
 
         second = all_finite((sums_new, a_new, eta_new))
@@ -264,11 +265,11 @@ def _paired(
 
         mismatch = jax.lax.cond(state.started, lambda: state.mismatch, difference)
         return move, StormState(
-            step=state.step + accepted,
-            moves=state.moves + (first & state.started),
+            step=counted(state.step, accepted),
+            moves=counted(state.moves, first & state.started),
             started=jnp.where(first, second, state.started),
-            skipped=state.skipped + ~first,
-            restarts=state.restarts + (first & ~second),
+            skipped=counted(state.skipped, ~first),
+            restarts=counted(state.restarts, first & ~second),
             mismatch=kept(mismatch, state.mismatch),
             gain=kept(a_new, state.gain),
             step_size=kept(eta_new, state.step_size),

@@ -20,6 +20,7 @@ from stormplus.jax.core.trees import (
     PyTree,
     TreeOrFunction,
     all_finite,
+    counted,
     estimator_dtype,
     is_hole,
     sums_dtype,
@@ -142,7 +143,7 @@ def untuned(
         x, d, s = layout.x, layout.estimator(state.estimator), jax.tree.leaves(state.unit)
         handed_over = layout.gradient(updates, "the first argument of update()")
         g = options.gradient(layout, handed_over, x)
-        t = (state.step + 1).astype(sums_dtype())
+        t = counted(state.step).astype(sums_dtype())
 
         x_1 = jax.tree.leaves(state.origin)
         away = [x_i - x_1_i for x_i, x_1_i in zip(widened(x), widened(x_1))]
@@ -177,7 +178,7 @@ def untuned(
             return jnp.where(finite, new, old).astype(old.dtype)
 
         new = state._replace(
-            step=state.step + 1,
+            step=counted(state.step),
             distance=r_new,
             step_size=eta,
             estimator=layout.with_holes(d_new),
@@ -185,7 +186,7 @@ def untuned(
             average=average_new,
         )
         state = jax.tree.map(kept, new, state)
-        return move, state._replace(skipped=state.skipped + ~finite)
+        return move, state._replace(skipped=counted(state.skipped, ~finite))
 
     return optax.GradientTransformationExtraArgs(init, update)
 

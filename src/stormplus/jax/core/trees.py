@@ -32,6 +32,11 @@ def widened(leaves: Sequence[jax.Array]) -> list[jax.Array]:
     return [leaf.astype(estimator_dtype(leaf)) for leaf in leaves]
 
 
+def counted(count: jax.Array, happened: jax.Array | bool = True) -> jax.Array:
+    """One more if it happened; the largest integer stays, where a sum would turn negative."""
+    return count + (happened & (count < jnp.iinfo(count.dtype).max))
+
+
 def root(square: jax.Array) -> jax.Array:
     """The square root, with the derivative 0 at 0: infinity would make meta-gradients NaN."""
     return jnp.where(square == 0, 0, jnp.sqrt(jnp.where(square == 0, 1, square)))
