@@ -1,4 +1,4 @@
-"""`accumulate`: one large sample from several micro-batches."""
+"""What helps around a loop of pairs: `verify` its first step, `accumulate` micro-batches."""
 
 from __future__ import annotations
 
@@ -7,7 +7,42 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from stormplus.jax.trees import PyTree, estimator_dtype
+from stormplus.jax.core.trees import PyTree, estimator_dtype
+from stormplus.jax.storm import StormState
+
+
+def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
+    """Raise if the two evaluations of the first step were not of one sample.
+
+    The first call evaluates `grad_fn` where the gradient handed over was evaluated, so the
+    two must agree. They do not when `grad_fn` draws a batch or a key of its own, when
+    something in an `optax.chain` processed the one gradient and not the other, or under
+    `optax.MultiSteps`. Call it once, outside `jit`, after the first update.
+
+    Args:
+        state: The optimizer's state, also inside the state of a chain or a wrapper.
+        rtol: The relative difference allowed for rounding.
+
+    Raises:
+        ValueError: There is no `StormState` in `state`, or no step has been made.
+        RuntimeError: The gradients differ.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, StormState))
+    found = [node for node in nodes if isinstance(node, StormState)]
+    if not found or any(int(jnp.min(s.step)) == 0 for s in found):
+        raise ValueError(
+            "verify needs the state after the first update: got "
+            + (f"step {found[0].step}" if found else f"no StormState in {type(state).__name__}")
+        )
+    for storm_state in found:
+        mismatch = float(jnp.max(storm_state.mismatch))
+        if mismatch > rtol:
+            raise RuntimeError(
+                f"grad_fn and the gradient handed to update() differ at one point, by "
+                f"{mismatch:.2g} relatively. Both must be of one sample (close over the batch and "
+                "the key), and nothing may process one of them alone: use gradient_transform= "
+                "for clipping, accumulate() for micro-batches"
+            )
 
 
 def accumulate(

@@ -1,18 +1,18 @@
-"""The arguments that the methods share, checked once, and the gradient they ask for."""
+"""The arguments that all transformations share, checked once, and what they ask for."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Real
-from typing import Any, Self, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 import optax  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.jax.trees import Layout, PyTree, TreeOrFunction, estimator_dtype
-from stormplus.rules import NORMS, SCOPES
+from stormplus.jax.core.trees import Layout, PyTree, TreeOrFunction, widened
+from stormplus.rules import SCOPES
 
 # `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
 Number: TypeAlias = float | jax.Array
@@ -27,7 +27,6 @@ class Options:
     weight_decay: Number
     decoupled_weight_decay: bool
     maximize: bool
-    norm: str
     scope: str
     groups: TreeOrFunction
     mask: TreeOrFunction
@@ -37,14 +36,9 @@ class Options:
         if not callable(self.lr):
             check_number("lr", self.lr, "the paper's is 1.0; a schedule is a function")
         check_number("weight_decay", self.weight_decay, "0.0 is none")
-        for name in ("decoupled_weight_decay", "maximize"):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        for name, choices in (("norm", NORMS), ("scope", SCOPES)):
-            if getattr(self, name) not in choices:
-                raise ValueError(
-                    f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}"
-                )
+        check_flag("decoupled_weight_decay", self.decoupled_weight_decay)
+        check_flag("maximize", self.maximize)
+        check_choice("scope", self.scope, SCOPES)
         if (self.scope == "group") != (self.groups is not None):
             raise ValueError(
                 "scope='group' and groups= go together (groups: a tree of labels, or a function "
@@ -57,21 +51,24 @@ class Options:
                 f"optax.clip_by_global_norm(1.0), got {tx!r}"
             )
 
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> Self:
+    @staticmethod
+    def of(arguments: dict[str, Any]) -> Options:
         """From the arguments of a public function: its `locals()`, before it has any other."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
+        return Options(**{field.name: arguments[field.name] for field in fields(Options)})
 
     def layout(self, params: PyTree) -> Layout:
         return Layout(params, mask=self.mask, scope=self.scope, groups=self.groups)
+
+    def lr_at(self, moves: jax.Array) -> Any:
+        """The lr of the next move, after `moves` of them."""
+        return self.lr(moves) if callable(self.lr) else self.lr
 
     def decay(self, x: list[jax.Array], *, decoupled: bool) -> list[Any]:
         """`weight_decay` times x, of the kind asked for; zeros where there is none."""
         none = not isinstance(self.weight_decay, jax.Array) and self.weight_decay == 0
         if none or self.decoupled_weight_decay != decoupled:
             return [0.0] * len(x)
-        wide = [x_i.astype(estimator_dtype(x_i)) for x_i in x]
-        return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in wide]
+        return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in widened(x)]
 
     def gradient(self, layout: Layout, g: list[jax.Array], x: list[jax.Array]) -> list[jax.Array]:
         """The gradient at x of the objective, from g, what the user's function returned."""
@@ -97,6 +94,16 @@ class Options:
         transformed, _ = tx.update(gradient, state, params)
         leaves: list[jax.Array] = jax.tree.leaves(transformed)
         return [new.astype(old.dtype) for new, old in zip(leaves, g)]
+
+
+def check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+
+
+def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_number(name: str, value: Any, hint: str) -> None:

@@ -1,8 +1,9 @@
-"""The template of the three methods: one call of `update` is one sample.
+"""STORM+, simplified STORM+ and STORM: one template, and a rule for each.
 
-a_{t+1} and eta_t, and so x_{t+1}, are known before the sample xi_{t+1} is drawn. A call
-therefore moves from x_t to x_{t+1}, evaluates `grad_fn` there, and estimates: no previous
-iterate is stored, and the state has one buffer of the size of the parameters.
+One call of `update` is one sample. a_{t+1} and eta_t, and so x_{t+1}, are known before the
+sample xi_{t+1} is drawn. A call therefore moves from x_t to x_{t+1}, evaluates `grad_fn`
+there, and estimates: no previous iterate is stored, and the state has one buffer of the size
+of the parameters.
 
 | here                      | paper                                       |
 |---------------------------|---------------------------------------------|
@@ -14,15 +15,33 @@ iterate is stored, and the state has one buffer of the size of the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple, Protocol
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.jax.options import Options
-from stormplus.jax.trees import Layout, PyTree, estimator_dtype, sums_dtype
-from stormplus.rules import Sum, Sums
+from stormplus.jax.core.options import Number, NumberOrSchedule, Options, check_choice
+from stormplus.jax.core.trees import (
+    PyTree,
+    TreeOrFunction,
+    all_finite,
+    counted,
+    estimator_dtype,
+    is_hole,
+    sums_dtype,
+)
+from stormplus.rules import (
+    NORMS,
+    Rule,
+    SimplifiedStormPlusRule,
+    StormPlusRule,
+    StormRule,
+    Sum,
+    Sums,
+)
 
 
 class StormState(NamedTuple):
@@ -40,7 +59,7 @@ class StormState(NamedTuple):
         mismatch: At the last start, the distance between grad_fn(x) and the gradient handed
             over, relative to the latter; see `verify`.
         gain: a_{t+1}. This and the next three have shape () with scope "global", else one
-            entry a leaf or group.
+            entry per bucket.
         step_size: eta_t.
         sum_g_sq: The sum of |g_i|^2.
         sum_d_sq_over_a: The sum of |d_i|^2 / a_{i+1}.
@@ -60,29 +79,103 @@ class StormState(NamedTuple):
     estimator: PyTree
 
 
-class MeasuredState(NamedTuple):
-    """The state of a rule in measured units: the template's, and what has been measured."""
-
-    storm: StormState
-    units: PyTree
-
-
-class Units(Protocol):
-    """What a rule sees beside the sums: numbers measured where the gradient was taken."""
-
-    def init(self, layout: Layout) -> PyTree:
-        """What is carried from call to call, a tree of arrays."""
-
-    def measure(
-        self, units: PyTree, layout: Layout, x_new: list[jax.Array], g_sq: jax.Array, t: jax.Array
-    ) -> tuple[PyTree, tuple[Any, ...]]:
-        """The tree after this sample, and the rule's further arguments."""
-
-
-def transformation(
-    rule: Callable[..., tuple[Sums, Any, Any]], options: Options, units: Units | None = None
+# The signatures are written out: `optax.inject_hyperparams` reads them.
+def storm_plus(
+    lr: NumberOrSchedule = 1.0,
+    *,
+    weight_decay: Number = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    norm: str = "raw",
+    scope: str = "global",
+    groups: TreeOrFunction = None,
+    mask: TreeOrFunction = None,
+    gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    def init(params: PyTree) -> StormState | MeasuredState:
+    """STORM+, Algorithm 1.
+
+    `tx.update(g_tilde, state, params, grad_fn=grad_fn)`: `grad_fn` is a function of the
+    parameters that returns the gradient on this call's sample, and `g_tilde` is
+    `grad_fn(params)`. The first call returns a zero update. Nothing may be chained before
+    or after it: what would be is an argument here.
+
+    Args:
+        lr: Multiplies eta_t in the move and enters no rule: a number, or a schedule of the
+            moves made before (0 at the first).
+        weight_decay: L2, part of the objective: in both gradients, and so in the norms.
+        decoupled_weight_decay: Instead, `x <- x - lr eta_t (d + weight_decay x)`.
+        maximize: Ascend: the gradients change sign, the weight decay does not.
+        norm: What |.|^2 means in the rules: "raw" (the paper), or "mean": divided by the
+            number of optimised elements that share the sums.
+        scope: Which leaves share the sums: "global" (the paper), "group", "tensor".
+        groups: With scope "group", a tree of labels (or a prefix of one, or a function of
+            the parameters that returns one): leaves of one label share the sums.
+        mask: A tree of booleans (or a prefix, or a function): which leaves are optimised.
+            The others get a zero update and have no buffer.
+        gradient_transform: A stateless optax transformation such as clipping, applied to
+            both gradients of the optimised leaves, before the weight decay.
+    """
+    return _paired("storm_plus", StormPlusRule(), norm, Options.of(locals()))
+
+
+def simplified_storm_plus(
+    lr: NumberOrSchedule = 1.0,
+    *,
+    weight_decay: Number = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    norm: str = "raw",
+    scope: str = "global",
+    groups: TreeOrFunction = None,
+    mask: TreeOrFunction = None,
+    gradient_transform: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
+    options = Options.of(locals())
+    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), norm, options)
+
+
+def storm(
+    lr: NumberOrSchedule = 1.0,
+    *,
+    theta: Number = 0.1,
+    w: Number = 0.1,
+    c: Number = 100.0,
+    smoothness: Number = 1.0,
+    weight_decay: Number = 0.0,
+    decoupled_weight_decay: bool = False,
+    maximize: bool = False,
+    norm: str = "raw",
+    scope: str = "global",
+    groups: TreeOrFunction = None,
+    mask: TreeOrFunction = None,
+    gradient_transform: optax.GradientTransformation | None = None,
+) -> optax.GradientTransformationExtraArgs:
+    """STORM (Cutkosky & Orabona 2019).
+
+    `theta` is the numerator of the step size, `w` the offset under its cube root, `c` the
+    factor of the gain, `smoothness` the L of the objective, all positive. The other
+    arguments are `storm_plus`'s.
+    """
+    options = Options.of(locals())
+    constants = {"theta": theta, "w": w, "c": c, "smoothness": smoothness}
+    return _paired("storm", _storm_rule(constants), norm, options)
+
+
+def _storm_rule(constants: dict[str, Any]) -> Rule:
+    """STORM's rule, of constants that may be arrays: those may be traced, and are not checked."""
+    StormRule(**{k: v for k, v in constants.items() if not isinstance(v, jax.Array)})  # raises
+    return partial(StormRule.__call__, cast(StormRule, SimpleNamespace(**constants)))
+
+
+def _paired(
+    name: str, rule: Rule, norm: str, options: Options
+) -> optax.GradientTransformationExtraArgs:
+    """The template: corrected momentum with the gain and the step size of `rule`."""
+    check_choice("norm", norm, NORMS)
+
+    def init(params: PyTree) -> StormState:
+        _refuse_holes(name, params)
         layout = options.layout(params)
         d = [jnp.zeros_like(x_i, dtype=estimator_dtype(x_i)) for x_i in layout.x]
 
@@ -93,7 +186,7 @@ def transformation(
         def scalar() -> jax.Array:
             return jnp.zeros(layout.shape, sums_dtype())
 
-        storm = StormState(
+        return StormState(
             step=count(),
             moves=count(),
             started=jnp.zeros((), jnp.bool_),
@@ -106,20 +199,18 @@ def transformation(
             sum_d_sq_over_a=Sum(scalar(), scalar()),
             estimator=layout.with_holes(d),
         )
-        return storm if units is None else MeasuredState(storm, units.init(layout))
 
     def update(
         updates: PyTree,
-        state: Any,
+        state: StormState,
         params: PyTree | None = None,
         *,
         grad_fn: Callable[[PyTree], PyTree] | None = None,
         **extra_args: Any,
-    ) -> tuple[PyTree, StormState | MeasuredState]:
+    ) -> tuple[PyTree, StormState]:
         del extra_args  # meant for other transformations
         if params is None or not callable(grad_fn):
             raise TypeError(_HOW_TO_CALL.format(params=_given(params), grad_fn=_given(grad_fn)))
-        state, measured = (state, None) if units is None else state
         layout = options.layout(params)
         x, d = layout.x, layout.estimator(state.estimator)
         handed_over = layout.gradient(updates, "the first argument of update()")
@@ -128,13 +219,15 @@ def transformation(
         # Beyond the paper: gradients that are not finite, or too large for the sums' dtype.
         # The first one: nothing happens. The second: the move stands, for it depends on no
         # gradient of this sample; the sums do not, and the estimator starts anew.
-        g_tilde_sq = layout.square_norm(g_tilde, options.norm)
+        g_tilde_sq = layout.square_norm(g_tilde, norm)
         first = jnp.isfinite(g_tilde_sq).all()
 
         # Without an estimator a = 1 and eta = 0: x stays and d <- g, as in Alg. 1, line 1.
         a = jnp.where(state.started, state.gain, 1)
         eta = jnp.where(state.started & first, state.step_size, 0)
-        lr = options.lr(state.moves) if callable(options.lr) else options.lr
+
+        # MOVE
+        lr = options.lr_at(state.moves)
         # Beyond the paper: decoupled weight decay, which no gradient and no norm contains.
         direction = [d_i + decay_i for d_i, decay_i in zip(d, options.decay(x, decoupled=True))]
         move = layout.with_zeros(
@@ -143,6 +236,8 @@ def transformation(
         )
         moved = optax.apply_updates(params, move)  # Alg. 1, line 4
         x_new = layout.select(jax.tree.leaves(moved))
+
+        # ESTIMATE
         returned = layout.gradient(grad_fn(moved), "what grad_fn returns")
         g = options.gradient(layout, returned, x_new)  # Alg. 1, line 5
         d_new = [
@@ -151,13 +246,10 @@ def transformation(
         ]
         d_new = [jnp.where(first, new, old) for new, old in zip(d_new, d)]
 
-        g_sq, d_sq = (layout.square_norm(v, options.norm) for v in (g, d_new))
+        g_sq, d_sq = (layout.square_norm(v, norm) for v in (g, d_new))
         sums = Sums(state.sum_g_sq, state.sum_d_sq_over_a)
-        t = (state.step + 1).astype(sums_dtype())
-        measured_new, scalars = measured, ()
-        if units is not None:
-            measured_new, scalars = units.measure(measured, layout, x_new, g_sq, t)
-        sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t, *scalars)  # Alg. 1, line 3
+        t = counted(state.step).astype(sums_dtype())
+        sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
 
         second = all_finite((sums_new, a_new, eta_new))
         accepted = first & second
@@ -172,12 +264,12 @@ def transformation(
             return jnp.sqrt(off / jnp.where(size == 0, 1, size)).astype(state.mismatch.dtype)
 
         mismatch = jax.lax.cond(state.started, lambda: state.mismatch, difference)
-        new = StormState(
-            step=state.step + accepted,
-            moves=state.moves + (first & state.started),
+        return move, StormState(
+            step=counted(state.step, accepted),
+            moves=counted(state.moves, first & state.started),
             started=jnp.where(first, second, state.started),
-            skipped=state.skipped + ~first,
-            restarts=state.restarts + (first & ~second),
+            skipped=counted(state.skipped, ~first),
+            restarts=counted(state.restarts, first & ~second),
             mismatch=kept(mismatch, state.mismatch),
             gain=kept(a_new, state.gain),
             step_size=kept(eta_new, state.step_size),
@@ -185,44 +277,8 @@ def transformation(
             sum_d_sq_over_a=jax.tree.map(kept, sums_new.sum_d_sq_over_a, state.sum_d_sq_over_a),
             estimator=layout.with_holes([_finite(d_i) for d_i in d_new]),
         )
-        rest = jax.tree.map(kept, measured_new, measured)
-        return move, new if units is None else MeasuredState(new, rest)
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
-    """Raise if the two evaluations of the first step were not of one sample.
-
-    The first call evaluates `grad_fn` where the gradient handed over was evaluated, so the
-    two must agree. They do not when `grad_fn` draws a batch or a key of its own, when
-    something in an `optax.chain` processed the one gradient and not the other, or under
-    `optax.MultiSteps`. Call it once, outside `jit`, after the first update.
-
-    Args:
-        state: The optimizer's state, also inside the state of a chain or a wrapper.
-        rtol: The relative difference allowed for rounding.
-
-    Raises:
-        ValueError: There is no `StormState` in `state`, or no step has been made.
-        RuntimeError: The gradients differ.
-    """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, StormState))
-    found = [node for node in nodes if isinstance(node, StormState)]
-    if not found or any(int(jnp.min(s.step)) == 0 for s in found):
-        raise ValueError(
-            "verify needs the state after the first update: got "
-            + (f"step {found[0].step}" if found else f"no StormState in {type(state).__name__}")
-        )
-    for storm_state in found:
-        mismatch = float(jnp.max(storm_state.mismatch))
-        if mismatch > rtol:
-            raise RuntimeError(
-                f"grad_fn and the gradient handed to update() differ at one point, by "
-                f"{mismatch:.2g} relatively. Both must be of one sample (close over the batch and "
-                "the key), and nothing may process one of them alone: use gradient_transform= "
-                "for clipping, accumulate() for micro-batches"
-            )
 
 
 _HOW_TO_CALL = (
@@ -237,13 +293,18 @@ def _given(value: Any) -> str:
     return repr(value) if value is None else f"a {type(value).__name__}"
 
 
+def _refuse_holes(name: str, params: PyTree) -> None:
+    mask = jax.tree.map(lambda leaf: not is_hole(leaf), params, is_leaf=is_hole)
+    if not all(jax.tree.leaves(mask)):
+        raise TypeError(
+            "the parameters have holes (optax.MaskedNode), as optax.masked and optax.partition "
+            "make them, and grad_fn can only be evaluated at all the parameters; instead of "
+            f"masking from outside write `{name}(mask={mask})`"
+        )
+
+
 def _finite(leaf: jax.Array) -> jax.Array:
     # After a gradient that is not finite the estimator is not read before it is written.
     # It is made finite all the same: no state has a NaN in it. Elementwise, because a
     # test of the whole would be one more pass over memory.
     return jnp.where(jnp.isfinite(leaf), leaf, 0)
-
-
-def all_finite(tree: PyTree) -> jax.Array:
-    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(leaves).all()

@@ -27,35 +27,43 @@ def estimator_dtype(leaf: jax.Array) -> jnp.dtype[Any]:
     return jnp.promote_types(leaf.dtype, jnp.float32)
 
 
+def widened(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """In the dtype of the estimator."""
+    return [leaf.astype(estimator_dtype(leaf)) for leaf in leaves]
+
+
+def counted(count: jax.Array, happened: jax.Array | bool = True) -> jax.Array:
+    """One more if it happened; the largest integer stays, where a sum would turn negative."""
+    return count + (happened & (count < jnp.iinfo(count.dtype).max))
+
+
+def root(square: jax.Array) -> jax.Array:
+    """The square root, with the derivative 0 at 0: infinity would make meta-gradients NaN."""
+    return jnp.where(square == 0, 0, jnp.sqrt(jnp.where(square == 0, 1, square)))
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    leaves = [jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(leaves).all()
+
+
 class Layout:
     """How the leaves of one parameter tree are used. Static: built while tracing.
+
+    Holes (`optax.MaskedNode`) are a part of the structure, as to jax: nothing is there.
 
     Attributes:
         x: The optimised leaves, in the tree's order. Lists of leaves below are like it.
         names: Their paths, for errors.
-        block: For each of them, the index of the scalars it uses.
-        shape: The shape of the scalars, () or (number of blocks,).
+        bucket: For each of them, the index of its bucket: of the scalars it uses.
+        shape: The shape of the scalars, () or (number of buckets,).
     """
 
     def __init__(
-        self,
-        params: PyTree,
-        *,
-        mask: TreeOrFunction,
-        scope: str,
-        groups: TreeOrFunction,
-        holes: bool = False,
+        self, params: PyTree, *, mask: TreeOrFunction, scope: str, groups: TreeOrFunction
     ) -> None:
-        # To jax a hole is a part of the structure: where it is allowed, nothing is there.
-        is_leaf = None if holes else is_hole
-        paths, treedef = jax.tree_util.tree_flatten_with_path(params, is_leaf=is_leaf)
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
         self.treedef: Any = treedef
-        if any(is_hole(leaf) for _, leaf in paths):
-            raise TypeError(
-                "the parameters have holes (optax.MaskedNode), as optax.masked and "
-                "optax.partition make them, and grad_fn could not be evaluated; "
-                "pass mask= to the optimizer instead"
-            )
         self.leaves = [jnp.asarray(leaf) for _, leaf in paths]
         self.kept: list[bool] = [True] * len(paths)
         if mask is not None:
@@ -77,7 +85,7 @@ class Layout:
         elif scope == "group":
             labels = self.select(per_leaf("groups", groups, params))
         order = list(dict.fromkeys(labels))  # of appearance
-        self.block = [order.index(label) for label in labels]
+        self.bucket = [order.index(label) for label in labels]
         self.count = len(order)
         self.shape = () if scope == "global" else (self.count,)
 
@@ -98,42 +106,39 @@ class Layout:
         return self.treedef.unflatten(leaves)
 
     def each(self, scalar: jax.Array) -> list[jax.Array]:
-        """A rule's scalar for each optimised leaf, in the dtype of its estimator."""
-        scalars = [scalar[b] if self.shape else scalar for b in self.block]
+        """A bucket's scalar for each optimised leaf, in the dtype of its estimator."""
+        scalars = [scalar[b] if self.shape else scalar for b in self.bucket]
         return [s.astype(estimator_dtype(p)) for s, p in zip(scalars, self.x)]
 
-    def wide(self, leaves: Sequence[jax.Array]) -> list[jax.Array]:
-        """In the dtype of the estimator."""
-        return [leaf.astype(estimator_dtype(leaf)) for leaf in leaves]
-
     def square_norm(self, leaves: Sequence[jax.Array], norm: str) -> jax.Array:
-        """|.|^2 as the rules see it: one number, or one a block."""
+        """|.|^2 as the rules see it: one number, or one per bucket."""
         dtype = sums_dtype()
-        blocks = self._blocks(leaves)
-        squares = [_sum_of_squares(block, dtype) for block in blocks]
+        buckets = self._buckets(leaves)
+        squares = [_sum_of_squares(bucket, dtype) for bucket in buckets]
         if norm == "mean":
-            sizes = [max(sum(leaf.size for leaf in block), 1) for block in blocks]
+            sizes = [max(sum(leaf.size for leaf in bucket), 1) for bucket in buckets]
             squares = [square / size for square, size in zip(squares, sizes)]
         if not squares:
             return jnp.zeros(self.shape, dtype)
         return jnp.stack(squares) if self.shape else squares[0]
 
-    def length(self, leaves: Sequence[jax.Array], norm: str) -> jax.Array:
-        """|.|, the root of `square_norm`, also where |.|^2 is beyond the dtype."""
+    def rms(self, leaves: Sequence[jax.Array]) -> jax.Array:
+        """The root mean square of each bucket, also where the square is beyond the dtype."""
         largest = [jnp.max(jnp.abs(leaf), initial=0).astype(sums_dtype()) for leaf in leaves]
-        blocks = [jnp.max(jnp.stack(block)) for block in self._blocks(largest)]
-        if not blocks:
+        buckets = [jnp.max(jnp.stack(bucket)) for bucket in self._buckets(largest)]
+        if not buckets:
             return jnp.zeros(self.shape, sums_dtype())
-        scale = jnp.stack(blocks).reshape(self.shape)
+        # The scale cancels: no derivative need go through it.
+        scale = jax.lax.stop_gradient(jnp.stack(buckets).reshape(self.shape))
         scale = jnp.where(scale == 0, 1, scale)
         scaled = [leaf / scale_i for leaf, scale_i in zip(leaves, self.each(scale))]
-        return scale * jnp.sqrt(self.square_norm(scaled, norm))
+        return scale * root(self.square_norm(scaled, "mean"))
 
-    def _blocks(self, leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
-        blocks: list[list[jax.Array]] = [[] for _ in range(self.count)]
-        for block, leaf in zip(self.block, leaves):
-            blocks[block].append(leaf)
-        return blocks
+    def _buckets(self, leaves: Sequence[jax.Array]) -> list[list[jax.Array]]:
+        buckets: list[list[jax.Array]] = [[] for _ in range(self.count)]
+        for bucket, leaf in zip(self.bucket, leaves):
+            buckets[bucket].append(leaf)
+        return buckets
 
     def estimator(self, tree: PyTree) -> list[jax.Array]:
         """The leaves of the state's buffer, checked against the parameters."""
@@ -182,7 +187,7 @@ def _joinable(leaf: jax.Array) -> bool:
 
 
 def per_leaf(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
-    """One value a leaf of `params`, from a prefix of their tree or a function of them."""
+    """One value per leaf of `params`, from a prefix of their tree or a function of them."""
     if not jax.tree.leaves(params):  # nothing to label, whatever tree the labels are for
         return []
     # A tree may be callable itself: an Equinox module of booleans is.

@@ -22,7 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from stormplus.jax import storm_plus, simplified_storm_plus, storm
+from stormplus.jax import storm_plus, simplified_storm_plus, storm, untuned
 
 assert len(jax.devices()) == 8, jax.devices()
 rng = np.random.default_rng(0)
@@ -79,6 +79,7 @@ for make, options, names in (
     (storm_plus, {"scope": "tensor", "norm": "mean"}, list(MESHES)),
     (simplified_storm_plus, {}, ["both"]),
     (storm, {}, ["both"]),
+    (untuned, {}, ["both", "parameters, explicit"]),
 ):
     tx = make(0.1, weight_decay=0.01, **options)
     batches = list(zip(inputs, targets))
@@ -95,7 +96,7 @@ for make, options, names in (
             wanted = NamedSharding(mesh, spec[k])
             assert many[k].sharding.is_equivalent_to(wanted, many[k].ndim), (name, k)
             assert d.sharding.is_equivalent_to(wanted, d.ndim), (name, k, d.sharding)
-        np.testing.assert_allclose(many_state.gain, one_state.gain, rtol=1e-10)
+        np.testing.assert_allclose(many_state.step_size, one_state.step_size, rtol=1e-10)
         assert int(many_state.step) == 12
         print(make.__name__, options, name, "equal")
 """
@@ -117,4 +118,4 @@ def test_sharded_runs_equal_the_single_device_run():
         cwd=Path(__file__).parent,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 12
+    assert done.stdout.count("equal") == 14

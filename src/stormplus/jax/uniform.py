@@ -8,7 +8,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stormplus.jax.trees import PyTree
+from stormplus.jax.core.trees import PyTree, counted
 
 
 class UniformIterateState(NamedTuple):
@@ -52,7 +52,7 @@ def uniform_iterate(seed: int = 0) -> UniformIterate:
         return UniformIterateState(jnp.zeros((), jnp.int32), key, point)
 
     def update(state: UniformIterateState, params: PyTree) -> UniformIterateState:
-        step = state.step + 1
+        step = counted(state.step)
         stream = jax.random.fold_in(jax.random.wrap_key_data(state.key), step)
         take = jax.random.randint(stream, (), 0, step) == 0  # Alg. 1, line 8: probability 1/t
         point = jax.tree.map(lambda p, kept: jnp.where(take, p, kept), params, state.point)

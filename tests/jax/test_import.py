@@ -27,11 +27,12 @@ def test_the_reference_imports_no_framework():
     assert done.stdout.strip() == "set()", done.stderr
 
 
-def test_the_jax_backend_does_not_import_torch():
+def test_the_jax_backend_imports_neither_torch_nor_the_reference():
     pytest.importorskip("jax")
     pytest.importorskip("optax")
-    done = python("import sys, stormplus.jax; print('torch' in sys.modules)")
-    assert done.stdout.strip() == "False", done.stderr
+    unwanted = "{'torch', 'scipy.optimize', 'stormplus.reference', 'stormplus.torch'}"
+    done = python(f"import sys, stormplus.jax; print({unwanted} & set(sys.modules))")
+    assert done.stdout.strip() == "set()", done.stderr
 
 
 @pytest.mark.parametrize("missing", ["jax", "optax"])

@@ -1,4 +1,4 @@
-"""`accumulate` and `uniform_iterate`."""
+"""What helps around a loop: `verify`, `accumulate` and `uniform_iterate`."""
 
 import numpy as np
 import pytest
@@ -8,9 +8,72 @@ pytest.importorskip("optax")
 
 import jax
 import jax.numpy as jnp
-from jax_problems import Regression, assert_trees_close, assert_trees_equal, run, step_of
+import optax
+from jax_problems import (
+    CURVATURES,
+    PARAMS,
+    Regression,
+    assert_trees_close,
+    assert_trees_equal,
+    run,
+    step_of,
+    walk,
+)
 
-from stormplus.jax import accumulate, storm_plus, uniform_iterate
+from stormplus.jax import accumulate, storm_plus, uniform_iterate, verify
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+def first_state(tx, params, handed_over, returned):
+    _, state = tx.update(handed_over, tx.init(params), params, grad_fn=lambda p: returned)
+    return state
+
+
+def test_verify_accepts_one_sample():
+    _, state = walk("storm_plus", CURVATURES[:1])
+    verify(state)
+    assert float(state.mismatch) == 0
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_verify_finds_a_key_drawn_inside_grad_fn(scope):
+    """Dropout with a fresh key at each evaluation: two samples, not one."""
+    params = jnp.arange(1.0, 50.0)
+    masks = (jax.random.bernoulli(jax.random.key(k), 0.5, params.shape) for k in range(2))
+    state = first_state(storm_plus(scope=scope), params, *(2 * params * mask for mask in masks))
+    with pytest.raises(RuntimeError, match="close over the batch and the key"):
+        verify(state)
+
+
+def test_verify_sees_zero_gradients():
+    zero = jax.tree.map(jnp.zeros_like, PARAMS)
+    verify(first_state(storm_plus(), PARAMS, zero, zero))
+    with pytest.raises(RuntimeError, match="differ at one point"):
+        verify(first_state(storm_plus(), PARAMS, zero, PARAMS))
+
+
+def test_verify_needs_a_step():
+    with pytest.raises(ValueError, match="after the first update: got step 0"):
+        verify(storm_plus().init(PARAMS))
+    with pytest.raises(ValueError, match="no StormState in ScaleByAdamState"):
+        verify(optax.scale_by_adam().init(PARAMS))
+
+
+@pytest.mark.parametrize("how", ["clip", "sign", "turned around"])
+def test_verify_is_not_fooled_by_equal_norms(how):
+    # Clipped or signed, two gradients have one norm; and -g has that of g.
+    params = {"w": jnp.array([1.0, 2.0, -3.0])}
+    transform = {"clip": optax.clip_by_global_norm(0.1), "sign": optax.scale_by_sign()}.get(how)
+    tx = storm_plus(gradient_transform=transform)
+    first = {"w": jnp.array([3.0, -1.0, 2.0])}
+    other = jax.tree.map(jnp.negative, first) if how == "turned around" else {"w": first["w"][::-1]}
+    with pytest.raises(RuntimeError, match="differ at one point"):
+        verify(first_state(tx, params, first, other))
+    verify(first_state(tx, params, first, first))
+
+
+# --- accumulate ------------------------------------------------------------------------------
 
 
 def test_accumulate_is_the_gradient_of_the_whole_batch():
@@ -24,10 +87,10 @@ def test_accumulate_is_the_gradient_of_the_whole_batch():
 @pytest.mark.usefixtures("x64")
 def test_a_run_with_accumulate_is_the_run_with_large_batches():
     problem = Regression()
-    rows = jax.random.randint(jax.random.key(0), (50, 3, 4), 0, 64)
+    rows = jax.random.randint(jax.random.key(0), (20, 3, 4), 0, 64)
     params = problem.params()
     small = run(storm_plus(), lambda p, r: accumulate(problem.grad, r)(p), params, rows)
-    large = run(storm_plus(), problem.grad, params, rows.reshape(50, 12))
+    large = run(storm_plus(), problem.grad, params, rows.reshape(20, 12))
     assert_trees_close(small, large, rtol=1e-9, atol=1e-12)
 
 
@@ -131,6 +194,12 @@ def test_the_iterate_can_be_donated_with_the_parameters():
     step = jax.jit(lambda p, k: (p, keep.update(k, p)), donate_argnums=(0, 1))
     params, kept = step(params, kept)
     step(params, kept)
+
+
+def test_the_count_of_points_stops_at_its_largest_value():
+    keep = uniform_iterate()
+    kept = keep.init(jnp.ones(2))._replace(step=jnp.int32(2**31 - 1))
+    assert int(keep.update(kept, jnp.zeros(2)).step) == 2**31 - 1
 
 
 @pytest.mark.parametrize("seed", [1.0, None, True])
