@@ -140,7 +140,9 @@ def save(steps, folder, **options):
 
 
 def _header(opt):
-    return {k: v for k, v in opt._home.items() if k not in ("estimator", "rng")}
+    """The numbers of the run, as a checkpoint has them."""
+    (entry,) = (e for e in opt.state_dict()["state"].values() if "format" in e)
+    return {k: v for k, v in entry.items() if k not in ("estimator", "rng")}
 
 
 def load(steps, folder, **options):

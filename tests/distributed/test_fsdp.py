@@ -15,7 +15,7 @@ from small_models import (
 )
 
 from stormplus import StormPlus
-from stormplus.torch.norms import collect
+from stormplus.torch.core.sharding import sum_over_processes
 
 long = pytest.mark.long
 
@@ -219,9 +219,8 @@ def test_one_all_reduce_for_each_process_group(monkeypatch):
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
     keys = [("data", "tensor"), (), ("data",), ("tensor",)]
-    parts = [(0, key, torch.tensor(10.0**i)) for i, key in enumerate(keys)]
-    total = collect([parts, parts[:1]], keys, torch.zeros(1))
-    assert total.tolist() == [[1 * 6 + 10 * 1 + 100 * 2 + 1000 * 3], [6]]
+    shares = {key: torch.tensor([10.0**i, float(i == 0)]) for i, key in enumerate(keys)}
+    assert sum_over_processes(shares).tolist() == [1 * 6 + 10 * 1 + 100 * 2 + 1000 * 3, 6]
     assert asked == ["data", "tensor"]
 
 

@@ -162,7 +162,7 @@ class PairedOptimizer(BaseOptimizer):
         self._move()
         if self.replays_rng:
             streams.rewind()
-        fresh = FreshGradients(self.parameters())
+        fresh = FreshGradients(self._roster(look=False).params)
         try:
             evaluate()
             fresh.check()
@@ -190,7 +190,8 @@ class PairedOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _estimate(self) -> None:
         self._tell("before_estimate")
-        roster, run = self._roster(), self._run
+        run = self._run
+        roster = self._roster(look=run["phase"] == START)  # else `_move` has looked
         bundles = roster.bundles()
         if not bundles:
             raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
@@ -350,8 +351,7 @@ class PairedOptimizer(BaseOptimizer):
 
     def random_streams(self) -> RandomStreams:
         """Where the random streams stand that an evaluation may draw from."""
-        devices = dict.fromkeys(p.device for p in self.parameters())
-        return RandomStreams(devices, self._generators.own)
+        return RandomStreams(self._roster(look=False).devices, self._generators.own)
 
     @property
     def pending_streams(self) -> Tensor | None:

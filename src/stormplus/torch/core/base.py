@@ -126,9 +126,13 @@ class BaseOptimizer(Optimizer, ABC):
         for hook in tuple(self._pass_hooks.values()):
             hook(self, event)
 
-    def _roster(self) -> Roster:
-        """Who takes part in this pass; the run's numbers are brought to where they are."""
-        if self._known is None or not self._known.describes(self.param_groups):
+    def _roster(self, *, look: bool = True) -> Roster:
+        """Who takes part in this step; the run's numbers are brought to where they are.
+
+        Args:
+            look: Whether parameters may have been frozen, moved or exchanged since the last look.
+        """
+        if self._known is None or (look and not self._known.describes(self.param_groups)):
             self._known = Roster(self.param_groups, self.state, self._scope, self._buffers)
             device = self._device()
             if self._run["step"].device != device:

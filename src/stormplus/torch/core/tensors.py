@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import attrgetter, is_
+from operator import is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from stormplus.torch.core.sharding import (
 )
 from stormplus.torch.core.state import FROZEN, JOINED, State, make_buffer
 
-_requires_grad = attrgetter("requires_grad")
+_PLAIN = (Tensor, nn.Parameter)  # neither sharded nor of another kind
 
 
 class Item(NamedTuple):
@@ -59,13 +59,13 @@ class _Member(NamedTuple):
     state: State
 
 
-def _kind(member: _Member) -> tuple[torch.device, torch.dtype]:
-    return member.p.device, member.p.dtype
+def _kind(member: _Member) -> tuple[torch.device, torch.dtype, torch.Size]:
+    return member.p.device, member.p.dtype, member.p.shape
 
 
 def _local(t: Tensor) -> Tensor:
     """As `sharding.local`; most tensors are whole and real."""
-    if type(t) in (Tensor, nn.Parameter) and not t.is_complex():
+    if type(t) in _PLAIN and not t.is_complex():
         return t.detach() if t.requires_grad else t
     return local(t)
 
@@ -74,6 +74,8 @@ class Roster:
     """The trainable parameters of an optimizer: made anew only when something has changed.
 
     Attributes:
+        params: The parameters.
+        devices: Where all parameters are, trainable or not.
         sizes: The number of trainable elements in each bucket.
         process_groups: All that norms are summed over, in the same order on every rank.
     """
@@ -85,12 +87,14 @@ class Roster:
         scope: str,
         buffers: Mapping[str, bool],
     ) -> None:
-        self._groups = list(groups)
-        self._params = parameters(groups)
-        self._trainable = list(map(_requires_grad, self._params))
+        everyone = parameters(groups)
+        self._groups = [(group, list(group["params"])) for group in groups]
+        self._trainable = [p.requires_grad for p in everyone]
         self._buffers = buffers
         self._members: list[_Member] = []
-        buckets = {"global": 1, "group": len(groups), "tensor": len(self._params)}[scope]
+        self.params = [p for p in everyone if p.requires_grad]
+        self.devices = list(dict.fromkeys(p.device for p in everyone))
+        buckets = {"global": 1, "group": len(groups), "tensor": len(everyone)}[scope]
         self.sizes = [0] * buckets
         self.process_groups: list[Groups] = []
         places = ((i, p) for i, group in enumerate(groups) for p in group["params"])
@@ -113,13 +117,15 @@ class Roster:
 
     def describes(self, groups: list[dict[str, Any]]) -> bool:
         """Whether these are the same parameters, as they were, and the same of them trainable."""
-        params = parameters(groups)
         return (
-            len(params) == len(self._params)
-            and len(groups) == len(self._groups)
-            and all(map(is_, params, self._params))
-            and all(map(is_, groups, self._groups))
-            and list(map(_requires_grad, params)) == self._trainable
+            len(groups) == len(self._groups)
+            and all(
+                group is known
+                and len(group["params"]) == len(params)
+                and all(map(is_, group["params"], params))
+                for group, (known, params) in zip(groups, self._groups)
+            )
+            and [p.requires_grad for group in groups for p in group["params"]] == self._trainable
             and list(map(_kind, self._members)) == self._where
         )
 
@@ -136,9 +142,10 @@ class Roster:
             if g is None and joining:
                 continue
             if g is not None and g.layout != torch.strided:
+                name = name_of([group for group, _ in self._groups], p)
                 raise RuntimeError(
-                    f"the gradient of {name_of(self._groups, p)} is sparse ({g.layout}), which is "
-                    "not supported: make it dense, for example with nn.Embedding(..., sparse=False)"
+                    f"the gradient of {name} is sparse ({g.layout}), which is not supported: make "
+                    "it dense, for example with nn.Embedding(..., sparse=False)"
                 )
             buffers = tuple([_local(state[name]) for name in self._buffers])
             x = _local(p)
@@ -160,7 +167,7 @@ class Roster:
                     items=[],
                 )
             if g is not None:
-                g = local_gradient(p, g) if member.process_groups else _local(g)
+                g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
             found[*key, x.dtype].items.append(Item(x, g, buffers, state))
         return list(found.values())
 

@@ -1,0 +1,48 @@
+"""Untuned over two processes: the run is that of one process on the joined batches."""
+
+import pytest
+import torch
+import untuned_jobs
+from small_models import assert_equal_runs, assert_same_bits
+
+pytestmark = pytest.mark.long
+
+STEPS = 40
+KINDS = pytest.mark.parametrize("kind", ["fsdp", "ddp"])
+
+
+@KINDS
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"scope": "group"},
+        {"scope": "tensor", "weight_decay": 0.1, "decoupled_weight_decay": True},
+    ],
+    ids=str,
+)
+def test_equals_one_process(cluster, kind, options):
+    runs = cluster.run(2, untuned_jobs.parity, STEPS, kind, **options)
+    expected = untuned_jobs.one_process(STEPS, **options)
+    assert_same_bits(runs)
+    assert_equal_runs(runs[0], expected, rtol=1e-12)
+    assert {run["calls"] for run in runs} == {expected["calls"]}
+    assert expected["calls"] == STEPS
+
+
+@KINDS
+def test_a_sample_that_is_not_finite_on_one_process_raises_on_both(cluster, kind):
+    runs = cluster.run(2, untuned_jobs.one_bad_sample, 12, kind, bad_step=5)
+    assert_same_bits(runs)
+    for run in runs:
+        (error,) = run["errors"]
+        assert "nothing has moved" in error
+        assert run["numbers"]["step"] == 11
+        assert all(torch.isfinite(x).all() for x in run["x"])
+
+
+@pytest.mark.parametrize("averaged", [False, True])
+def test_a_distributed_checkpoint_goes_on_bit_by_bit(cluster, tmp_path, averaged):
+    runs = cluster.run(2, untuned_jobs.resumed, STEPS, 15, str(tmp_path / "dcp"), averaged)
+    expected = cluster.run(2, untuned_jobs.parity, STEPS, "fsdp")
+    assert_same_bits([*runs, *expected])

@@ -1,0 +1,80 @@
+"""What each rank of a test of Untuned does."""
+
+import torch
+import torch.distributed.checkpoint as dcp
+from ddp_jobs import place
+from fsdp_jobs import grouped, sharded
+from small_models import Loop, Tanh, batches, result, share, whole
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.nn.parallel import DistributedDataParallel as DDP
+
+from stormplus import Untuned
+
+
+def everything(model, opt, calls=None):
+    """As `result`, with the other buffers, and what `eval` puts into the parameters."""
+    out = result(model, opt, calls)
+    buffers = ("unit", "origin", "average")
+    out["d"] += [whole(opt.state[p][name]) for p in model.parameters() for name in buffers]
+    opt.eval()
+    out["d"] += [whole(p) for p in model.parameters()]
+    opt.train()
+    return out
+
+
+def train(loop, samples, where=None):
+    for batch in samples:
+        loop.step(batch if where is None else share(batch, *where))
+
+
+def one_process(steps, **options):
+    model = Tanh()
+    loop = Loop(model, Untuned(grouped(model), **options))
+    train(loop, batches(steps))
+    return everything(model, loop.opt, loop.calls)
+
+
+def parity(steps, kind, **options):
+    model = {"fsdp": sharded, "ddp": lambda: DDP(Tanh())}[kind]()
+    loop = Loop(model, Untuned(grouped(model), **options))
+    train(loop, batches(steps), place())
+    return everything(model, loop.opt, loop.calls)
+
+
+def one_bad_sample(steps, kind, bad_step):
+    """Rank 1 alone has a sample that is not finite."""
+    model = {"fsdp": sharded, "ddp": lambda: DDP(Tanh())}[kind]()
+    loop, errors = Loop(model, Untuned(grouped(model))), []
+    for step, batch in enumerate(batches(steps)):
+        u, y = share(batch, *place())
+        if step == bad_step and place()[0] == 1:
+            u = u * float("nan")
+        try:
+            loop.step((u, y))
+        except FloatingPointError as error:
+            errors.append(str(error))
+    return everything(model, loop.opt) | {"errors": errors}
+
+
+def resumed(steps, cut, folder, averaged):
+    """Train, save with torch's distributed checkpoint, load into a fresh model, and go on."""
+    model = sharded()
+    loop = Loop(model, Untuned(grouped(model)))
+    samples = batches(steps)
+    train(loop, samples[:cut], place())
+    new_model = sharded()
+    with torch.no_grad():
+        for p in new_model.parameters():
+            p.zero_()
+    new_loop = Loop(new_model, Untuned(grouped(new_model)))
+    if averaged:
+        loop.opt.eval()
+        new_loop.opt.eval()
+    weights, state = get_state_dict(model, loop.opt)
+    dcp.save({"model": weights, "opt": state}, checkpoint_id=folder)
+    weights, state = get_state_dict(new_model, new_loop.opt)
+    dcp.load({"model": weights, "opt": state}, checkpoint_id=folder)
+    set_state_dict(new_model, new_loop.opt, model_state_dict=weights, optim_state_dict=state)
+    new_loop.opt.train()
+    train(new_loop, samples[cut:], place())
+    return everything(new_model, new_loop.opt)
