@@ -243,7 +243,12 @@ def test_a_module_moved_to_another_dtype_takes_its_buffers_along(case):
     model = nn.Linear(3, 2)
     opt = case(model.parameters(), lr=0.1)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        known = {name: opt.state[model.weight][name].clone() for name in case.buffers}
         model.to(dtype)
+        opt.state_dict()  # which looks where the parameters are
+        for name, buffer in known.items():
+            moved = opt.state[model.weight][name]
+            assert torch.equal(moved, buffer.to(moved.dtype))
         for _ in range(3):
             case.step(opt, on(opt, lambda: model(torch.ones(4, 3, dtype=dtype)).square().mean()))
         for name in case.buffers:
@@ -710,11 +715,12 @@ def test_a_resumed_run_is_the_run(case, way, dtype, scope, tmp_path):
     samples = list(enumerate(problem.samples))
     whole = build()
     go_on(*whole, samples)
-    for cut in (3, 7, 12):
+    for cut in (3, 7, 10, 12):
         model, opt, schedule = build()
         go_on(model, opt, schedule, samples[:cut])
         resumed = build(seed=9)
-        resumed[0][0].requires_grad_(model[0].requires_grad)
+        for net in (model, resumed[0]):
+            net[0].requires_grad_(not 5 <= cut < 10)
         generation, before = resumed[1].generation, everything(opt)
         way(model, opt, *resumed[:2], tmp_path / str(cut))
         assert resumed[1].generation > generation

@@ -22,10 +22,7 @@ from optimizers import (
 )  # fmt: skip
 from problems_for_tests import Network, backward
 from torch import nn
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim import optimizer as torch_optimizer
 
 from stormplus import Storm, StormPlus, Untuned, minimize
 from stormplus.torch import PairedOptimizer, same_sample, scaled_step, verify_closure
@@ -137,8 +134,8 @@ def test_the_halves_are_the_step_with_its_hooks_and_without_a_warning(case):
     _, others, by_hand = made(case, samples=8)
     fired = []
     handles = [
-        register_optimizer_step_pre_hook(lambda *_: fired.append("before all")),
-        register_optimizer_step_post_hook(lambda *_: fired.append("after all")),
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: fired.append("before all")),
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: fired.append("after all")),
     ]
     by_hand.register_step_pre_hook(lambda *_: fired.append("before"))
     by_hand.register_step_post_hook(lambda *_: fired.append("after"))
@@ -198,20 +195,31 @@ def test_pass_hooks_are_told_of_failures_and_restarts():
     assert [event for event, *_ in told] == ["before_move", "failed", "restarted"]
 
 
-def test_parameters_frozen_or_added_between_the_halves():
+@pytest.mark.parametrize("change", ["frozen", "added", "moved"])
+def test_parameters_that_change_between_the_halves(change):
     problem, params, opt = made(PLAIN)
     problem.run(opt, params, problem.samples[:3])
     extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
     backward(problem, opt, params, problem.samples[3])
     opt.move()
-    params[1].requires_grad_(False)
-    opt.add_param_group({"params": [extra]})
     opt.zero_grad()
+    if change == "frozen":
+        params[1].requires_grad_(False)
+    elif change == "added":
+        opt.add_param_group({"params": [extra]})
+    else:  # as model.float() does
+        for p in params:
+            p.data = p.data.float()
     (problem.loss(params, problem.samples[3]) + extra.sum()).backward()
     opt.estimate()
-    assert "estimator" not in opt.state[params[1]]
-    assert torch.equal(opt.state[extra]["estimator"], torch.ones(2, dtype=torch.float64))
-    assert opt.diagnostics()["step"] == 4
+    held = params[1].detach().clone()
+    problem.run(opt, params, problem.samples[4:])
+    assert torch.equal(params[1], held) == (change == "frozen")
+    assert ("estimator" in opt.state[params[1]]) == (change != "frozen")
+    assert opt.has_estimator(params[0])
+    if change == "added":
+        assert opt.has_estimator(extra)
+    assert opt.diagnostics()["step"] == 12
 
 
 # -- a pending pair ------------------------------------------------------------------------------
