@@ -10,7 +10,10 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from stormplus import StormPlus, UniformIterate, scaled_step
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
+    pytest.mark.usefixtures("uncompiled"),
+]
 OTHERS = ("schedule", "scaler", "iterate")
 
 
