@@ -7,7 +7,7 @@ from plain_loop import BATCH, Network, assert_same_runs, batches, data, network,
 from torch import nn
 from torch.nn import functional as F
 from trainer_cases import ROWS, assert_same_states
-from units_loop import units_loop
+from untuned_loop import untuned_loop
 
 from stormplus import Untuned
 from stormplus.torch.optimizer import takes_pairs
@@ -25,7 +25,7 @@ def expected_of_cases(window=1):
     """For the trainers whose network is that of `trainer_cases`, seeded once."""
     x, y = trainer_cases.data(BATCHES)
     samples = zip(x.split(ROWS), y.split(ROWS))
-    return units_loop(
+    return untuned_loop(
         trainer_cases.network(), samples, trainer_cases.loss_of, trainer_cases.snapshot,
         each=lambda i: torch.manual_seed(0) if i == 0 else None, window=window,
     )  # fmt: skip
@@ -37,7 +37,7 @@ def expected_of_loop(model, **options):
     def loss_of(model, x, y):
         return F.cross_entropy(model(x), y)
 
-    return units_loop(model, batches(EPOCHS), loss_of, snapshot, each=torch.manual_seed, **options)
+    return untuned_loop(model, batches(EPOCHS), loss_of, snapshot, each=torch.manual_seed, **options)
 
 
 def check_loop(run, model, opt, **options):

@@ -30,7 +30,7 @@ from jax_problems import (
     step_of,
     walk,
 )
-from units_oracle import units_run
+from untuned_oracle import untuned_run
 
 from stormplus import minimize
 from stormplus.jax import StormState, UntunedState, uniform_iterate
@@ -378,7 +378,7 @@ def sweep(name, size, n, dtype):
     samples = jnp.asarray(np.outer(FACTORS, g), dtype)
     x, state = walk(name, samples, params=jnp.zeros(n, dtype), grad=the_sample)
     if name == "untuned":
-        rows = units_run(lambda k, x, *_: [FACTORS[k] * g], [np.zeros(n)], len(FACTORS))
+        rows = untuned_run(lambda k, x, *_: [FACTORS[k] * g], [np.zeros(n)], len(FACTORS))
         return x, state, rows[-1]["x"][0]
     factors = iter(FACTORS)
     expected = minimize(

@@ -16,7 +16,7 @@ from jax_problems import (
     run,
 )
 from oracle import Group, algorithm_1
-from units_oracle import units_run
+from untuned_oracle import untuned_run
 
 from stormplus import minimize
 from stormplus.jax import averaged
@@ -149,7 +149,7 @@ def test_untuned_equals_the_oracle(options, told):
     params, state = end("untuned", sign=sign, **options)
     names = {"decoupled_weight_decay": "decoupled"}
     told = {names.get(k, k): v for k, v in options.items() if k != "groups"} | told
-    rows = units_run(
+    rows = untuned_run(
         lambda k, x, *_: [sign * g for g in PROBLEM.numpy_grad(x, ROWS[k])],
         PROBLEM.x0,
         STEPS,

@@ -20,7 +20,7 @@ from jax_problems import (
     run,
     walk,
 )
-from units_oracle import units_run
+from untuned_oracle import untuned_run
 
 from stormplus.jax import averaged, storm_plus, untuned
 
@@ -75,7 +75,7 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
     g, x1 = (np.float32(v) * np.linspace(1, 2, n, dtype=np.float32) for v in (size, x_size))
     factors = np.array([1.0, -0.5, 2.0, 0.0, 1.0], np.float32)
     x, state = walk("untuned", jnp.asarray(np.outer(factors, g)), jnp.asarray(x1), grad=scaled)
-    rows = units_run(lambda k, x, *_: [factors[k] * np.float64(g)], [x1], len(factors))
+    rows = untuned_run(lambda k, x, *_: [factors[k] * np.float64(g)], [x1], len(factors))
     got = {"x": x, "d": state.estimator, "s": state.unit, "r": state.distance}
     for key, value in got.items():
         np.testing.assert_allclose(value, rows[-1][key][0], rtol=1e-5)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from optimizers import assert_same
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "checkpoint.py"
 
@@ -22,20 +23,6 @@ def start(folder, samples):
 
 def final_state(folder):
     return torch.load(folder / "checkpoint.pt", weights_only=True)
-
-
-def assert_same(a, b, where="state"):
-    if isinstance(a, dict):
-        assert a.keys() == b.keys(), where
-        for key in a:
-            assert_same(a[key], b[key], f"{where}.{key}")
-    elif isinstance(a, (list, tuple)):
-        for i, (x, y) in enumerate(zip(a, b, strict=True)):
-            assert_same(x, y, f"{where}[{i}]")
-    elif isinstance(a, torch.Tensor):
-        assert torch.equal(a, b), where
-    else:
-        assert a == b, where
 
 
 def killed_and_resumed(folder, samples, kills, rng):

@@ -3,7 +3,7 @@
 from stormplus import Untuned
 
 
-def units_loop(model, samples, loss_of, snapshot, *, each=lambda i: None, window=1, **options):
+def untuned_loop(model, samples, loss_of, snapshot, *, each=lambda i: None, window=1, **options):
     """Snapshots after every step, and the optimizer; `each(i)` runs before sample i."""
     opt = Untuned(model.parameters(), **options)
     model.train()

@@ -9,10 +9,10 @@ from torch import nn
 from stormplus import UniformIterate
 
 
-@pytest.mark.parametrize("steps", [1, 2, 7, 20])
+@pytest.mark.parametrize("steps", [1, 2, 7])
 def test_uniform_over_the_iterates(steps):
-    # Chi-square over 3000 runs with fixed seeds; 99.9% of fair choices pass.
-    runs, counts = 3000, np.zeros(steps)
+    # Chi-square over 1000 runs with fixed seeds; 99.9% of fair choices pass.
+    runs, counts = 1000, np.zeros(steps)
     p = torch.zeros(1)
     for seed in range(runs):
         iterate = UniformIterate([p], seed=seed)
