@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stormplus import StormPlus, same_sample
+from stormplus_bench.commands.bench_step import frozen_parameters
 from stormplus_bench.train import catalogue
 from stormplus_bench.train.steppers import (
     Averaged,
@@ -275,3 +276,11 @@ def test_what_is_measured_is_that_of_the_measured_examples():
     assert measured["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
     right = (model(x).argmax(1) == y).float().mean()
     assert measured["train_accuracy"] == pytest.approx(float(right), abs=1e-6)
+
+
+def test_bench_step_prints_what_frozen_parameters_add(capsys):
+    frozen_parameters(rounds=2, frozen=5)
+    head, *lines = capsys.readouterr().out.strip().splitlines()
+    assert head.startswith("5 frozen parameters")
+    assert [line.split()[0] for line in lines] == ["StormPlus", "Untuned", "SGD(momentum=0.9)"]
+    assert all(float(line.split()[1].rstrip("x")) > 0 for line in lines)

@@ -22,7 +22,7 @@ def _datasets() -> Any:
         return import_module("sklearn.datasets")
     except ImportError as error:
         raise ImportError(
-            "this problem's data ships inside scikit-learn: pip install 'stormplus[demo]'"
+            "this problem's data ships inside scikit-learn: pip install 'stormplus[theory]'"
         ) from error
 
 

@@ -14,7 +14,7 @@ from stormplus.theory.rates.report import NAMES, label
 try:
     from matplotlib.figure import Figure
 except ImportError as error:  # pragma: no cover
-    raise ImportError("the figure needs matplotlib: pip install 'stormplus[demo]'") from error
+    raise ImportError("the figure needs matplotlib: pip install 'stormplus[theory]'") from error
 
 COLOURS = {method: PALETTE[name] for method, (name, _) in NAMES.items()}
 MARKERS = dict(zip(METHODS, "os^vD", strict=True))  # for those who see few colours
