@@ -536,6 +536,17 @@ def test_bad_arguments(case, options, error, message):
 
 
 @every
+def test_a_part_of_the_parameters_is_refused(case):
+    flat = nn.Parameter(torch.ones(2))
+    flat._fsdp_flattened = True
+    with pytest.raises(RuntimeError, match=r"\(FSDP1\) is a flat piece.*fully_shard"):
+        case([flat])
+    caller = {"__name__": "torch.distributed.optim.optimizer", "make": case, "params": P}
+    with pytest.raises(RuntimeError, match="DistributedOptimizer hands the optimizer a part"):
+        exec("make(params)", caller)  # nothing but the caller tells a part from a whole
+
+
+@every
 def test_a_refused_group_leaves_no_trace(case):
     problem, params, opt = made(case)
     case.train(problem, opt, params, problem.samples[:2])
