@@ -16,7 +16,7 @@ import keras
 import torch
 from sklearn.datasets import load_digits
 
-from stormplus.integrations.keras import KerasOptimizer, ClosureTraining
+from stormplus.integrations.keras import ClosureTraining, KerasOptimizer
 
 
 @keras.saving.register_keras_serializable("examples")

@@ -185,7 +185,7 @@ class ClosureTraining:
         return super().make_train_function(force)  # type: ignore[misc]
 
     def train_step(self: Any, data: Any) -> Any:
-        """One batch: two evaluations, or one if it is the first or if no pair is needed."""
+        """One batch: two evaluations, or one if it is the first or the optimizer takes no pairs."""
         if not isinstance(self.optimizer, KerasOptimizer):
             raise TypeError(
                 "ClosureTraining needs compile(optimizer=KerasOptimizer(...)), got "
