@@ -34,7 +34,7 @@ def widened(leaves: Sequence[jax.Array]) -> list[jax.Array]:
 
 def counted(count: jax.Array, happened: jax.Array | bool = True) -> jax.Array:
     """One more if it happened; the largest integer stays, where a sum would turn negative."""
-    return count + (happened & (count < jnp.iinfo(count.dtype).max))
+    return jnp.where(happened & (count < np.iinfo(count.dtype).max), count + 1, count)
 
 
 def root(square: jax.Array) -> jax.Array:
