@@ -23,7 +23,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
@@ -213,12 +212,7 @@ class Attachment(AbstractContextManager["Attachment"]):
         if self.observer._attachment is self:
             self.observer._attachment = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
