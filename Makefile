@@ -39,7 +39,7 @@ test: lint  ## the suite, on two cores
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statistics
-	$(BIN)/python -m pytest -m long
+	$(BIN)/python -m pytest -m long -n 2 --dist loadfile
 
 test-all: test test-long  ## both
 

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
 
@@ -42,7 +44,6 @@ def last_line(out):
     return {name: float(value) for name, value in re.findall(r"(\S+) ([\d.]+)(?= |$)", line)}
 
 
-@pytest.mark.long
 def test_image_classifier_at_equal_evaluations():
     out = run("image_classifier.py", "--evaluations", 300)
     storm, adam = evaluations_of(out)
@@ -53,7 +54,6 @@ def test_image_classifier_at_equal_evaluations():
     assert reached["Adam"] > 0.9
 
 
-@pytest.mark.long
 def test_image_classifier_reads_mnist():
     out = run(
         "image_classifier.py", "--data", "mnist", "--evaluations", 40, data=data_folder("mnist")
@@ -66,7 +66,6 @@ def test_image_classifier_says_where_mnist_should_be(tmp_path):
         run("image_classifier.py", "--data", "mnist", data=tmp_path)
 
 
-@pytest.mark.long
 def test_char_gpt_without_data_says_so_and_learns():
     out = run("char_gpt.py", "--evaluations", 120, "--letters", 40)
     assert "twelve lines inside this file" in out
@@ -79,7 +78,6 @@ def test_char_gpt_without_data_says_so_and_learns():
     assert reached["AdamW"] < 3.0
 
 
-@pytest.mark.long
 def test_char_gpt_on_shakespeare():
     out = run(
         "char_gpt.py", "--evaluations", 60, "--letters", 20, data=data_folder("tinyshakespeare")
@@ -96,13 +94,11 @@ def test_phase_retrieval_recovers_the_digit_and_draws_it(tmp_path):
     assert (tmp_path / "phase_retrieval.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.long
 def test_phase_retrieval_of_a_photograph(tmp_path):
     out = run("phase_retrieval.py", "--samples", 12_000, "--out", tmp_path)
     assert float(re.search(r"final error (\S+)", out)[1]) < 0.01
 
 
-@pytest.mark.long
 def test_matrix_completion_is_ordered_as_it_must_be():
     out = run("matrix_completion.py", "--ranks", 2, "--samples", 4000)
     rmse = {
@@ -115,7 +111,6 @@ def test_matrix_completion_is_ordered_as_it_must_be():
     assert storm < 1.1 * als
 
 
-@pytest.mark.long
 def test_notebook_runs_from_top_to_bottom():
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")

@@ -11,6 +11,8 @@ pytest.importorskip("jax")
 pytest.importorskip("optax")
 pytest.importorskip("sklearn")
 
+pytestmark = pytest.mark.long
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 

@@ -102,6 +102,7 @@ for make, options, names in (
 """
 
 
+@pytest.mark.long
 def test_sharded_runs_equal_the_single_device_run():
     environment = {
         **os.environ,

@@ -257,7 +257,7 @@ def test_importing_theory_imports_no_framework():
 
 @pytest.mark.parametrize(
     ("missing", "use", "extra"),
-    [("sklearn", "breast_cancer()", "demo"), ("torch", "BoundedNonConvex().module()", "torch")],
+    [("sklearn", "breast_cancer()", "theory"), ("torch", "BoundedNonConvex().module()", "torch")],
 )
 def test_a_missing_extra_says_what_to_install(missing, use, extra):
     hide = f"import sys\nsys.modules[{missing!r}] = None\nfrom stormplus.theory.problems import *\n"
