@@ -5,6 +5,7 @@ TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_LONG := $(VENV)/.ready-long
+ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 
 .PHONY: demo test test-long test-all lint format docs report untuned paper paper-page bench-step bench-jax rates clean help
 
@@ -36,10 +37,10 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/mypy
 
 test: lint  ## the suite, on two cores
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(ONE) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statistics
-	$(BIN)/python -m pytest -m long -n 2 --dist loadfile
+	$(ONE) $(BIN)/python -m pytest -m long -n 2 --dist loadfile
 
 test-all: test test-long  ## both
 

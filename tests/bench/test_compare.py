@@ -42,6 +42,7 @@ def call(*arguments):
     return CliRunner().invoke(compare, [str(a) for a in arguments])
 
 
+@pytest.mark.long
 def test_every_run_gives_a_row_with_all_that_is_measured(tmp_path):
     done = call(suite(tmp_path), "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output

@@ -64,6 +64,7 @@ def test_a_best_rate_at_an_end_extends_that_end_and_only_so_often():
     assert extension(SCALE, frame_of(found)) is None
 
 
+@pytest.mark.long
 def test_the_files_are_written_from_the_rows(tmp_path):
     journal = write_rows(tmp_path / "rows.jsonl", sweep_rows(INSIDE))
     assert [f.name for f in write(journal, SCALE, tmp_path)] == ["sweep.png", "paper.md"]

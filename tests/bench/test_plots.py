@@ -32,6 +32,7 @@ def frame():
     return frame.drop(columns=["versions", "machine"]).rename(columns=names)
 
 
+@pytest.mark.long
 def test_benchopt_finds_and_draws_them(frame):
     ours = {"learning_rate_sensitivity", "cost_of_not_tuning", "performance_profile", "all_results"}
     benchmark = Benchmark(FOLDER, no_cache=True)

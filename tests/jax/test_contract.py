@@ -116,6 +116,7 @@ def test_it_compiles_once_and_scan_equals_the_loop(name):
     assert_trees_close(run(tx, quadratic, PARAMS, CURVATURES), (params, state), **ROUNDING)
 
 
+@pytest.mark.long
 @each
 def test_vmap_over_seeds_and_rates(name):
     """One run each; a gradient that is not finite in one of them stays its affair."""
@@ -155,6 +156,7 @@ def test_eager_calls_in_a_chain_with_other_arguments_change_nothing(name):
     assert_trees_close(params, walk(name, [2.0, 2.0])[0], **ROUNDING)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("x64")
 @each
 def test_gradients_flow_through_a_run(name):

@@ -214,6 +214,7 @@ def test_the_norm_of_many_float32_elements():
     np.testing.assert_allclose(first_sum(jnp.full(2**25, 0.1)), exact, rtol=5e-7)
 
 
+@pytest.mark.long
 def test_the_norm_over_many_leaves():
     leaves = [np.full(1 + k % 7, 0.1 * (k + 1), np.float32) for k in range(100)]
     exact = sum(float(np.sum(np.asarray(leaf, np.float64) ** 2)) for leaf in leaves)

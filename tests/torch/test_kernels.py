@@ -280,6 +280,7 @@ def test_inside_the_users_torch_compile():
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.long
 def test_fused_without_a_compiler_says_so_before_anything_moved(tmp_path):
     code = (
         "import torch\n"
