@@ -5,25 +5,26 @@ TORCH ?= 2.13.0
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_LONG := $(VENV)/.ready-long
+ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 
 .PHONY: demo test test-long test-all lint format docs report untuned paper paper-page bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt
+$(READY): pyproject.toml benchmark/pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "stormplus needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch==$(TORCH)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]' -e ./benchmark
 	@touch $@
 
 # The trainers and the site's generator: only the long parts need them. fastai and timm ask for
 # torchvision, which the parts used here never import and which does not load beside this build
 # of torch, so they come without their dependencies.
 $(READY_LONG): $(READY)
-	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,trainers,docs]'
+	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,trainers,docs]' -e ./benchmark
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps fastai timm
 	@touch $@
 
@@ -35,11 +36,11 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## the suite
-	$(BIN)/python -m pytest
+test: lint  ## the suite, on two cores
+	$(ONE) $(BIN)/python -m pytest -n 2 --dist worksteal
 
 test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statistics
-	$(BIN)/python -m pytest -m long
+	$(ONE) $(BIN)/python -m pytest -m long -n 2 --dist loadfile
 
 test-all: test test-long  ## both
 
@@ -56,19 +57,19 @@ report: $(READY)  ## the benchmark's page and README's results, from the committ
 	$(BIN)/stormplus report $(ROWS) --output out/report --readme README.md --keep docs/figures
 
 untuned: $(READY)  ## the study's tables and figure, from the committed rows
-	$(BIN)/python benchmark/study_untuned.py
+	$(BIN)/python benchmark/scripts/untuned.py
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2
 
 paper-page: $(READY)  ## its page's tables and figures, from the committed rows
-	$(BIN)/python benchmark/paper_page.py
+	$(BIN)/python benchmark/scripts/paper_experiment.py
 
 bench-step: $(READY)  ## time the optimizer's own work against torch.optim
-	$(BIN)/python benchmark/bench_step.py
+	$(BIN)/stormplus bench-step
 
 bench-jax: $(READY)  ## time the optax transformations against optax.adam
-	$(BIN)/python benchmark/bench_jax.py
+	$(BIN)/python benchmark/scripts/bench_jax.py
 
 rates: $(READY)  ## the paper's rates, measured: a figure, a table, the raw rows (5 minutes)
 	$(BIN)/stormplus rates

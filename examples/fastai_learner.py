@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from stormplus.integrations.fastai import StormCallback, storm
+from stormplus.integrations.fastai import StormCallback, opt_func
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     )
     learn = Learner(
         dls, model, F.cross_entropy, metrics=accuracy,
-        opt_func=storm(), cbs=[StormCallback(), GradientClip(10.0)],  # the one line
+        opt_func=opt_func(), cbs=[StormCallback(), GradientClip(10.0)],  # the one line
     )  # fmt: skip
     with learn.no_logging(), learn.removed_cbs(learn.progress):
         learn.fit(epochs)

@@ -1,4 +1,4 @@
-"""What is installed: the source tree, the metadata, and nothing else."""
+"""What is installed by the two distributions: the source trees, the metadata, nothing else."""
 
 import email
 import re
@@ -13,26 +13,47 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
 # What a clean clone has, and a working folder has beside it.
 LEFT_BEHIND = shutil.ignore_patterns(
     ".git", ".venv", "out", "site", "dist", "build", ".*_cache", ".hypothesis", "*.egg-info"
 )
+LITTER = (
+    "src/stormplus/__pycache__/rules.cpython-311.pyc",
+    "benchmark/stormplus_bench/benchmark_stormplus/outputs/run.parquet",
+    "benchmark/stormplus_bench/benchmark_stormplus/__cache__/a/output.pkl",
+    "out/demo.png",
+    "site/a.html",
+)
+# Of each distribution: its folder, the root of its package, the package.
+PROJECTS = {
+    "stormplus": (".", "src", "stormplus"),
+    "stormplus-bench": ("benchmark", "benchmark", "stormplus_bench"),
+}
+
+
+def version_of(project):
+    _, root, package = PROJECTS[project]
+    text = (ROOT / root / package / "__init__.py").read_text()
+    return re.search(r'__version__ = "(.+)"', text)[1]
+
+
+def test_both_distributions_have_one_version_and_the_citation_names_it():
+    version = version_of("stormplus")
+    assert version_of("stormplus-bench") == version
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {version}\n" in citation
+    assert "preferred-citation:" in citation
+    assert "2111.01040" in citation
+    assert (ROOT / "benchmark" / "LICENSE").read_text() == (ROOT / "LICENSE").read_text()
 
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory):
-    """The repository, with the litter of a working folder in it: none may reach the wheel."""
+    """The repository, with the litter of a working folder in it: none may reach a wheel."""
     folder = tmp_path_factory.mktemp("clone") / "stormplus"
     shutil.copytree(ROOT, folder, ignore=LEFT_BEHIND)
-    for litter in (
-        "src/stormplus/__pycache__/rules.cpython-311.pyc",
-        "benchmark/outputs/run.parquet",
-        "benchmark/__cache__/a/output.pkl",
-        "out/demo.png",
-        "site/a.html",
-    ):
+    for litter in LITTER:
         (folder / litter).parent.mkdir(parents=True, exist_ok=True)
         (folder / litter).write_text("litter")
     return folder
@@ -42,110 +63,101 @@ def pip(*arguments, cwd):
     if not list(distributions(name="pip")):  # not find_spec: setuptools hooks into that
         pytest.skip("this environment has no pip")
     done = subprocess.run(
-        [sys.executable, "-m", "pip", "--disable-pip-version-check", *arguments],
+        [sys.executable, "-m", "pip", "--disable-pip-version-check", *map(str, arguments)],
         cwd=cwd, check=False, capture_output=True, text=True, timeout=600,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
 
 
 @pytest.fixture(scope="module")
-def wheel(clone, tmp_path_factory):
-    target = tmp_path_factory.mktemp("wheel")
+def wheels(clone, tmp_path_factory):
+    """The wheel of each distribution."""
     isolation = ["--no-build-isolation"] if find_spec("hatchling") else []
-    pip("wheel", "--no-deps", *isolation, "--wheel-dir", str(target), ".", cwd=clone)
-    (path,) = target.glob("*.whl")
-    return zipfile.ZipFile(path)
+    found = {}
+    for project, (folder, _, _) in PROJECTS.items():
+        target = tmp_path_factory.mktemp("wheel")
+        pip("wheel", "--no-deps", *isolation, "--wheel-dir", target, ".", cwd=clone / folder)
+        (path,) = target.glob("*.whl")
+        found[project] = zipfile.ZipFile(path)
+    return found
 
 
-def test_wheel_holds_the_source_tree_and_nothing_else(wheel):
-    source = ROOT / "src"
+def metadata_of(wheel):
+    (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
+    return email.message_from_bytes(wheel.read(name))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("project", PROJECTS)
+def test_a_wheel_holds_its_source_tree_and_nothing_else(wheels, project):
+    wheel, (_, root, package) = wheels[project], PROJECTS[project]
     expected = {
-        str(path.relative_to(source))
-        for path in source.rglob("*")
-        if path.is_file() and "__pycache__" not in path.parts
-    }
-    # The benchmark travels as `_benchmark`, for the command line.
-    benchmark = ROOT / "benchmark"
-    expected |= {
-        str("stormplus/_benchmark" / path.relative_to(benchmark))
-        for path in benchmark.rglob("*")
-        if path.suffix in (".py", ".yml") and "__cache__" not in path.parts
+        str(path.relative_to(ROOT / root))
+        for path in (ROOT / root / package).rglob("*")
+        if path.is_file() and not {"__pycache__", "__cache__", "outputs"} & {*path.parts}
     }
     names = set(wheel.namelist())
-    information = {name for name in names if re.match(r"stormplus-[\d.]+\.dist-info/", name)}
+    information = {name for name in names if re.match(r"stormplus\w*-[\d.]+\.dist-info/", name)}
     assert names - information == expected
     assert {name.split("/", 1)[1] for name in information} == {
         "METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE"
     }  # fmt: skip
-    assert "stormplus/py.typed" in names
-
-
-def test_nothing_stray_in_the_source_tree(wheel):
-    """The list above would let a stray file through if it lay in `src`: so look at its kind."""
+    # The comparison would let a stray file through if it lay in the tree: so look at its kind.
     for entry in wheel.infolist():
         name = entry.filename.rsplit("/", 1)[-1]
         assert not re.search(r"^\.|~$|\.(pyc|pyo|so|orig|rej|log|bak|tmp|swp|ipynb|npz|pt)$", name)
         assert entry.file_size < 300_000, f"{entry.filename} has {entry.file_size} bytes"
 
 
-def test_metadata(wheel):
-    (name,) = [name for name in wheel.namelist() if name.endswith("/METADATA")]
-    metadata = email.message_from_bytes(wheel.read(name))
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/stormplus/__init__.py").read_text())[
-        1
-    ]
-    assert metadata["Name"] == "stormplus"
-    assert metadata["Version"] == version
+@pytest.mark.long
+@pytest.mark.parametrize("project", PROJECTS)
+def test_metadata(wheels, project):
+    metadata = metadata_of(wheels[project])
+    assert metadata["Name"] == project
+    assert metadata["Version"] == version_of("stormplus")
     assert metadata["License-Expression"] == "Apache-2.0"
     assert metadata["Requires-Python"].startswith(">=3.")
     assert metadata["Description-Content-Type"] == "text/markdown"
-    assert metadata.get_payload().startswith("# stormplus")
-    classifiers = metadata.get_all("Classifier")
-    assert "Typing :: Typed" in classifiers
-    assert "Programming Language :: Python :: 3" in classifiers
-    # The core needs two packages; everything else is an extra.
-    core = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
-    assert sorted(re.match(r"\w+", need)[0] for need in core) == ["numpy", "scipy"]
-    assert {"torch", "jax"} <= set(metadata.get_all("Provides-Extra"))
+    assert metadata.get_payload().startswith(f"# {project}")
+    assert "Programming Language :: Python :: 3" in metadata.get_all("Classifier")
+    needs = [need for need in metadata.get_all("Requires-Dist") if "extra ==" not in need]
+    if project == "stormplus":  # the core needs two packages; everything else is an extra
+        assert sorted(re.match(r"\w+", need)[0] for need in needs) == ["numpy", "scipy"]
+        assert {"torch", "jax", "theory"} <= set(metadata.get_all("Provides-Extra"))
+        assert "Typing :: Typed" in metadata.get_all("Classifier")
+        assert "stormplus/py.typed" in wheels[project].namelist()
+    else:
+        assert any(need.startswith("stormplus[") and "torch" in need for need in needs)
 
 
-def test_citation_names_this_version_and_the_paper():
-    citation = (ROOT / "CITATION.cff").read_text()
-    version = re.search(r'__version__ = "(.+)"', (ROOT / "src/stormplus/__init__.py").read_text())[
-        1
-    ]
-    assert f"\nversion: {version}\n" in citation
-    assert "preferred-citation:" in citation
-    assert "2111.01040" in citation
+@pytest.mark.long
+def test_the_wheels_work_by_themselves(wheels, tmp_path):
+    """The reference runs, no framework is imported, types are found, and the commands join."""
 
+    def run(code):
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=tmp_path, check=False, capture_output=True,
+            text=True, env={"PYTHONPATH": str(tmp_path)}, timeout=120,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
-def test_wheel_installs_and_imports_without_frameworks(wheel, tmp_path):
-    """From the wheel alone: the reference runs, no framework is imported, types are found."""
-    pip(
-        "install",
-        "--no-deps",
-        "--no-index",
-        "--target",
-        str(tmp_path),
-        wheel.filename,
-        cwd=tmp_path,
-    )
-    script = """
+    install = ("install", "--no-deps", "--no-index", "--target", tmp_path)
+    pip(*install, wheels["stormplus"].filename, cwd=tmp_path)
+    assert run("""
 import importlib.resources, sys
 import stormplus
 stormplus.minimize(lambda x, xi: x, 1.0, None, 3)
 assert importlib.resources.files("stormplus").joinpath("py.typed").is_file()
 assert not {"torch", "jax"} & set(sys.modules)
 print(stormplus.__file__)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", script], cwd=tmp_path, check=False, capture_output=True, text=True,
-        env={"PYTHONPATH": str(tmp_path)}, timeout=120,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith(str(tmp_path))
+""").startswith(str(tmp_path))
+    pip(*install, wheels["stormplus-bench"].filename, cwd=tmp_path)
+    listed = run("from stormplus.cli import main; main(['compare', '--list'])")
+    assert "smooth: Smooth problems and digits" in listed
 
 
+@pytest.mark.long
 def test_source_distribution_has_no_litter(clone, tmp_path):
     pytest.importorskip("hatchling")
     done = subprocess.run(

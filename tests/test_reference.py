@@ -9,6 +9,8 @@ from scipy.optimize import OptimizeResult
 
 from stormplus import minimize
 
+METHODS = ("storm+", "simplified-storm+", "storm")
+
 
 def wavy(x, xi):
     """Gradient of a bounded non-convex function; samples differ in curvature and slope."""
@@ -19,30 +21,26 @@ def draw(rng):
     return rng.uniform(-0.5, 0.5), rng.uniform(-0.3, 0.3)
 
 
-def samples(seed, count):
-    rng = np.random.default_rng(seed)
-    return [draw(rng) for _ in range(count)]
+def by_block(x, xi):
+    return [wavy(block, xi) for block in x]
 
 
-@pytest.mark.parametrize("method", ["storm+", "simplified-storm+", "storm"])
+@pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("norm", ["raw", "mean"])
 @pytest.mark.parametrize("scope", ["global", "tensor"])
 def test_equals_the_literal_algorithm(method, norm, scope):
     x0 = [np.array([1.0, -2.0, 0.5]), np.array([[3.0], [0.1]])]
-
-    def gradient(blocks, xi):
-        return [wavy(b, xi) for b in blocks]
+    options = {"method": method, "norm": norm, "scope": scope}
+    rng = np.random.default_rng(3)
+    samples = [draw(rng) for _ in range(200)]
 
     def lr(t):
         return 1 / np.sqrt(t)
 
-    expected = algorithm_1(
-        gradient, [Group(x0, lr=lr)], samples(3, 200), method=method, norm=norm, scope=scope
-    )
-    result = minimize(gradient, x0, draw, 200, method=method, norm=norm, scope=scope, lr=lr, rng=3)
-    for name, blocks in (("x", expected.x[-1]), ("estimator", expected.d[-1])):
-        for ours, theirs in zip(result[name], blocks):
-            np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
+    expected = algorithm_1(by_block, [Group(x0, lr=lr)], samples, **options)
+    result = minimize(by_block, x0, draw, 200, lr=lr, rng=3, **options)
+    for ours, theirs in zip(result.x + result.estimator, expected.x[-1] + expected.d[-1]):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
     gains = np.array([list(a.values()) for a in expected.gain]).squeeze()
     np.testing.assert_allclose(result.history["gain"], gains, rtol=1e-12)
 
@@ -59,57 +57,41 @@ def test_three_steps_by_hand():
     assert result.x[0] == pytest.approx(x3, rel=1e-14)
     np.testing.assert_allclose(result.history["grad_norm"], [x1, x2, x3], rtol=1e-14)
     assert result.history["gain"][:2] == pytest.approx([0.25, a3], rel=1e-14)
+    assert len(result.history) == len(list(result.history)) == 6
 
 
 def test_noiseless_estimator_is_the_gradient():
     # The paper's induction: with sigma = 0, d_t = grad f(x_t) at every step.
-    seen = []
-    minimize(
-        lambda x, _: np.sin(x) + 0.1 * x,
-        np.linspace(-3, 3, 7),
-        lambda rng: None,
-        100,
-        callback=lambda r: seen.append((r.estimator, np.sin(r.x) + 0.1 * r.x)),
-    )
+    seen, x0 = [], np.linspace(-3, 3, 7)
+
+    def grad(x, _):
+        return np.sin(x) + 0.1 * x
+
+    minimize(grad, x0, lambda rng: None, 100, callback=lambda r: seen.append((r.x, r.estimator)))
+    x, d = np.array(seen).swapaxes(0, 1)
+    np.testing.assert_allclose(d, grad(x, None), rtol=0, atol=1e-14)
     assert len(seen) == 100
-    for d, gradient in seen:
-        np.testing.assert_allclose(d, gradient, rtol=0, atol=1e-14)
 
 
 def test_counts_evaluations_and_draws_one_sample_a_step():
-    calls, draws = [], []
-
-    def grad(x, xi):
-        calls.append(xi)
-        return x
-
-    def sample(rng):
-        draws.append(len(draws))
-        return draws[-1]
-
-    result = minimize(grad, np.ones(2), sample, 5)
+    calls, draws = [], iter(range(99))
+    result = minimize(lambda x, xi: calls.append(xi) or x, np.ones(2), lambda rng: next(draws), 5)
     assert calls == [0, 1, 1, 2, 2, 3, 3, 4, 4]
-    assert (result.nit, result.ngev, len(draws)) == (5, 9, 5)
-    assert result.success
+    assert (result.nit, result.ngev, next(draws), result.success) == (5, 9, 5, True)
     assert isinstance(result, OptimizeResult)
+    # One step evaluates once and does not move.
+    result = minimize(lambda x, xi: x, [1.0], None, 1)
+    assert (result.ngev, result.x[0], result.x_uniform[0]) == (1, 1.0, 1.0)
 
 
-def test_one_step_evaluates_once_and_does_not_move():
-    result = minimize(lambda x, xi: x, [1.0, 2.0][:1], None, 1)
-    assert result.ngev == 1
-    assert result.x[0] == result.x_uniform[0] == 1.0
-
-
-def test_random_point_leaves_the_samples_alone_and_is_uniform():
-    # 2000 runs of 5 steps: which iterate was kept, chi-square with 4 degrees of freedom.
+def test_uniform_iterate_leaves_the_samples_alone_and_is_uniform():
+    # 1000 runs of 5 steps: which iterate was kept, chi-square with 4 degrees of freedom.
     counts = np.zeros(5)
-    for seed in range(2000):
+    for seed in range(1000):
         path = []
-        result = minimize(
-            lambda x, xi: np.sin(x), 1.0, None, 5, rng=seed, callback=lambda r: path.append(r.x)
-        )
-        counts[[p == result.x_uniform for p in path].index(True)] += 1
-    assert ((counts - 400) ** 2 / 400).sum() < 18.5  # 99.9%
+        run = {"rng": seed, "callback": lambda r: path.append(float(r.x))}
+        counts[path.index(minimize(lambda x, xi: np.sin(x), 1.0, None, 5, **run).x_uniform)] += 1
+    assert ((counts - 200) ** 2 / 200).sum() < 18.5  # 99.9%
     stream = []
     minimize(lambda x, xi: x * xi, 1.0, lambda rng: stream.append(rng.random()) or 1.0, 20, rng=7)
     np.testing.assert_array_equal(stream, np.random.default_rng(7).random(20))
@@ -118,66 +100,66 @@ def test_random_point_leaves_the_samples_alone_and_is_uniform():
 def test_learning_rate_forms():
     x0 = [np.ones(2), np.ones(3)]
 
-    def grad(x, xi):
-        return [np.sin(b) for b in x]
+    def run(lr):
+        return minimize(lambda x, xi: [np.sin(b) for b in x], x0, None, 5, lr=lr).x
 
-    per_block = minimize(grad, x0, None, 5, lr=[1.0, 0.0])
-    np.testing.assert_array_equal(per_block.x[1], np.ones(3))
-    assert (per_block.x[0] != 1).all()
-    function = minimize(grad, x0, None, 5, lr=lambda t: [1.0, 0.0])
-    np.testing.assert_array_equal(function.x[0], per_block.x[0])
-
-
-@pytest.mark.parametrize("at", [0.0, 1e-20, 1e20])
-@pytest.mark.parametrize("method", ["storm+", "simplified-storm+", "storm"])
-def test_extreme_gradients_stay_finite(method, at):
-    result = minimize(lambda x, xi: np.full(1, at), np.zeros(1), None, 20, method=method)
-    assert np.isfinite(result.x).all()
-    assert 0 < result.gain <= 1
+    per_block = run([1.0, 0.0])
+    np.testing.assert_array_equal(per_block[1], np.ones(3))
+    assert (per_block[0] != 1).all()
+    np.testing.assert_array_equal(run(lambda t: [1.0, 0.0])[0], per_block[0])
 
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.lists(st.sampled_from([-1e20, -1.0, -1e-20, 0.0, 1e-20, 1.0, 1e20]), min_size=1, max_size=8)
+    st.sampled_from(METHODS),
+    st.lists(st.sampled_from([-1e20, -1.0, -1e-20, 0.0, 1e-20, 1.0, 1e20]), min_size=1, max_size=8),
 )
-def test_any_gradients_keep_the_invariants(values):
-    stream = iter(values + values)
-    result = minimize(lambda x, xi: np.array(xi), 0.0, lambda rng: next(stream), len(values))
-    history = result.history
-    assert (np.diff(history["gain"]) <= 1e-15 * history["gain"][:-1]).all()
-    assert ((history["gain"] > 0) & (history["gain"] <= 1)).all()
-    assert np.isfinite(result.x).all()
+def test_any_gradients_keep_the_invariants(method, values):
+    stream = iter(values)
+    result = minimize(lambda x, xi: np.array(xi), 0.0, lambda rng: next(stream), len(values),
+                      method=method)  # fmt: skip
+    gains = result.history["gain"]
+    assert (np.diff(gains) <= 1e-15 * gains[:-1]).all()
+    assert ((gains > 0) & (gains <= 1)).all()
+    assert np.isfinite(result.x)
 
 
 def test_interrupts_lose_nothing():
-    def stop_at(n, error):
+    def stopped_by(error, **changes):
         def callback(result):
-            if result.nit == n:
+            if result.nit == 4:
                 raise error
 
-        return callback
+        run = {"grad": lambda x, xi: np.sin(x), "x0": np.ones(3), "sample": None, "steps": 10}
+        return minimize(**run | {"callback": callback} | changes)
 
-    run = {"grad": lambda x, xi: np.sin(x), "x0": np.ones(3), "sample": None, "steps": 10}
-    stopped = minimize(**run, callback=stop_at(4, StopIteration()))
+    stopped = stopped_by(StopIteration())
     assert (stopped.nit, stopped.success) == (4, False)
     assert "stopped by the callback after 4 samples" in stopped.message
     for error in (KeyboardInterrupt(), ValueError("mine")):
         with pytest.raises(type(error)) as caught:
-            minimize(**run, callback=stop_at(4, error))
-        assert caught.value.result.nit == 4
+            stopped_by(error)
+        assert caught.value.result.nit == len(caught.value.result.history["gain"]) == 4
         np.testing.assert_array_equal(caught.value.result.x, stopped.x)
-        assert len(caught.value.result.history["gain"]) == 4
-
-
-def test_non_finite_gradient_keeps_the_result_so_far():
-    values = iter([1.0, 1.0, 1.0, np.inf, 1.0])
-    with pytest.raises(FloatingPointError, match="gradient of block 0 is not finite") as caught:
-        minimize(lambda x, xi: np.array([next(values)]), np.ones(1), None, 5)
+    # Only the callback may stop a run quietly.
+    samples = iter([1.0, 2.0])
+    with pytest.raises(StopIteration) as caught:
+        stopped_by(None, sample=lambda rng: next(samples))
     assert caught.value.result.nit == 2
+
+
+@pytest.mark.parametrize(("values", "kept"), [([1.0, 1.0, 1.0, np.inf], 2), ([np.nan], 0)])
+def test_non_finite_gradient_keeps_the_result_so_far(values, kept):
+    stream = iter(values)
+    with pytest.raises(FloatingPointError, match="gradient of block 0 is not finite") as caught:
+        minimize(lambda x, xi: np.array([next(stream)]), np.ones(1), None, 5)
+    assert caught.value.result.nit == kept
     assert np.isfinite(caught.value.result.x).all()
 
 
-GOOD = {"grad": lambda x, xi: x, "x0": np.ones(2), "sample": None, "steps": 3}
+def test_sums_that_overflow_raise():
+    with pytest.raises(FloatingPointError, match="too large for the sums"):
+        minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3)
 
 
 @pytest.mark.parametrize(
@@ -207,45 +189,18 @@ GOOD = {"grad": lambda x, xi: x, "x0": np.ones(2), "sample": None, "steps": 3}
     ],
 )
 def test_bad_input(change, error, message):
+    good = {"grad": lambda x, xi: x, "x0": np.ones(2), "sample": None, "steps": 3}
     with pytest.raises(error, match=message):
-        minimize(**GOOD | change)
+        minimize(**good | change)
 
 
-def test_only_the_callback_may_stop_the_run():
-    samples = iter([1.0, 2.0])
-    with pytest.raises(StopIteration) as caught:
-        minimize(lambda x, xi: x, np.ones(1), lambda rng: next(samples), 10)
-    assert caught.value.result.nit == 2
-
-
-def test_failure_before_the_first_sample_has_a_result_too():
-    with pytest.raises(FloatingPointError) as caught:
-        minimize(lambda x, xi: x * np.nan, np.ones(2), None, 3)
-    np.testing.assert_array_equal(caught.value.result.x, np.ones(2))
-    assert caught.value.result.nit == 0
-
-
-def test_sums_that_overflow_raise():
-    with pytest.raises(FloatingPointError, match="too large for the sums"):
-        minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3)
-
-
-def test_empty_blocks_count_nothing():
-    def grad(x, xi):
-        return [np.ones(3), np.ones(0)]
-
-    result = minimize(grad, [np.zeros(3), np.zeros(0)], None, 1, norm="mean")
-    assert result.sum_g_sq == 1.0
-
-
-def test_arguments_are_not_modified():
-    x0 = np.ones(3)
-
+def test_empty_blocks_count_nothing_and_arguments_are_not_modified():
     def rude(x, xi):
-        g = np.sin(x)
-        x[:] = 99  # a gradient function that scribbles on its input
+        g = [np.ones(3), np.ones(0)]
+        x[0][:] = 99  # a gradient function that scribbles on its input
         return g
 
-    result = minimize(rude, x0, None, 3)
-    np.testing.assert_array_equal(x0, np.ones(3))
-    assert (np.abs(result.x) < 2).all()
+    x0 = [np.zeros(3), np.zeros(0)]
+    assert minimize(rude, x0, None, 1, norm="mean").sum_g_sq == 1.0
+    assert (np.abs(minimize(rude, x0, None, 3).x[0]) < 9).all()
+    np.testing.assert_array_equal(x0[0], np.zeros(3))

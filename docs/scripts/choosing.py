@@ -1,15 +1,17 @@
 """Three rules, two norms, a grid of learning rates: what each reaches on the digits.
 
-    python docs/scripts/choosing.py
+    python docs/scripts/choosing.py [--draw-only]
 
 Writes `docs/figures/choosing.png` and `docs/results/choosing.json`; about five minutes on
 one core. Every run takes the same number of gradient evaluations, in batches of 64; the
 loss is that of the training set. Adam, at the rates of a grid of its own, is the yardstick.
+`--draw-only` draws the committed numbers.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -23,12 +25,14 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, same_sample
-from stormplus.theory.rates.report import versions
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.theory.palette import PALETTE
+from stormplus.theory.rates import versions
+from stormplus.torch import PairedOptimizer
 
 DOCS = Path(__file__).parents[1]
+RESULT = DOCS / "results" / "choosing.json"
 EVALUATIONS, SEEDS, BATCH = 600, (0, 1), 64
-RULES: dict[str, type[StormOptimizer]] = {
+RULES: dict[str, type[PairedOptimizer]] = {
     "STORM+": StormPlus,
     "simplified STORM+": SimplifiedStormPlus,
     "STORM": Storm,
@@ -38,7 +42,6 @@ RATES = {
     "mean": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
 }
 ADAM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
-COLOURS = dict(zip(RULES, ("#D55E00", "#0072B2", "#009E73"), strict=True))
 
 
 def perceptron() -> nn.Module:
@@ -82,7 +85,7 @@ def run(
     while spent < EVALUATIONS:
         index = torch.randint(len(images), (BATCH,), generator=stream)
         closure = partial(evaluate, index)
-        if isinstance(opt, StormOptimizer):
+        if isinstance(opt, PairedOptimizer):
             opt.step(same_sample(opt, model)(closure))
             first = opt.diagnostics()["grad_norm"] if spent == 1 else first
         else:
@@ -91,7 +94,7 @@ def run(
         return F.cross_entropy(model(images), labels).item(), first
 
 
-def main() -> None:
+def measure() -> dict[str, Any]:
     torch.set_num_threads(1)
     pixels, targets = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
@@ -100,39 +103,52 @@ def main() -> None:
         "command": "python docs/scripts/choosing.py",
         "evaluations": EVALUATIONS, "batch": BATCH, "seeds": list(SEEDS),
     }  # fmt: skip
+    plan: list[tuple[str, Callable[..., torch.optim.Optimizer], tuple[float, ...]]] = [
+        ("Adam", torch.optim.Adam, ADAM_RATES)
+    ]
+    for norm, rates in RATES.items():
+        plan += [
+            (f"{name}, {norm}", partial(rule, norm=norm), rates) for name, rule in RULES.items()
+        ]
+    for title, build in MODELS.items():
+        table: dict[str, dict[str, float]] = {}
+        for name, method, rates in plan:
+            table[name] = {}
+            for lr in rates:
+                ends = [run(build, partial(method, lr=lr), images, labels, s) for s in SEEDS]
+                table[name][f"{lr:g}"] = float(f"{np.mean([loss for loss, _ in ends]):.3g}")
+                numbers[f"first gradient, {title}"] = float(f"{ends[0][1]:.3g}")
+            print(title, name, table[name], flush=True)
+        numbers[title] = table
+    return numbers | {"versions": versions() | {"torch": torch.__version__}}
+
+
+def draw(numbers: dict[str, Any]) -> None:
     figure = Figure(figsize=(10, 6.5), layout="constrained")
     panels = figure.subplots(len(MODELS), 2, sharey="row")
-    for row, (title, build) in zip(panels, MODELS.items()):
-        adam = {}
-        for lr in ADAM_RATES:
-            make = partial(torch.optim.Adam, lr=lr)
-            adam[lr] = np.mean([run(build, make, images, labels, s)[0] for s in SEEDS])
-        best = min(adam.values())
-        table: dict[str, Any] = {"Adam": {f"{lr:g}": float(f"{v:.3g}") for lr, v in adam.items()}}
+    for row, title in zip(panels, MODELS):
+        table = numbers[title]
+        best = min(table["Adam"].values())
         for axis, (norm, rates) in zip(row, RATES.items()):
-            for name, rule in RULES.items():
-                losses = []
-                for lr in rates:
-                    chosen = partial(rule, lr=lr, norm=norm)
-                    ends = [run(build, chosen, images, labels, s) for s in SEEDS]
-                    losses.append(float(np.mean([loss for loss, _ in ends])))
-                    numbers[f"first gradient, {title}"] = float(f"{ends[0][1]:.3g}")
-                entry = {f"{lr:g}": float(f"{loss:.3g}") for lr, loss in zip(rates, losses)}
-                table[f"{name}, {norm}"] = entry
-                print(title, norm, name, entry, flush=True)
-                axis.loglog(rates, losses, "o-", color=COLOURS[name], label=name)
-            axis.axhline(best, color="grey", linestyle=":", label="Adam, best of its grid")
+            for name in RULES:
+                losses = list(table[f"{name}, {norm}"].values())
+                axis.loglog(rates, losses, "o-", color=PALETTE[name], label=name)
+            adam = PALETTE["Adam"]
+            axis.axhline(best, color=adam, linestyle=":", label="Adam, best of its grid")
             axis.set_title(f'{title}, norm="{norm}"', fontsize=10)
             axis.set_ylim(best / 2, 30)
             axis.grid(alpha=0.3)
         row[0].set_ylabel(f"training loss, {EVALUATIONS} gradients")
-        numbers[title] = table
     for axis in panels[-1]:
         axis.set_xlabel("lr")
     panels[0, 0].legend(fontsize=8)
     figure.savefig(DOCS / "figures" / "choosing.png", dpi=90)
-    numbers["versions"] = versions() | {"torch": torch.__version__}
-    (DOCS / "results" / "choosing.json").write_text(json.dumps(numbers, indent=1) + "\n")
+
+
+def main() -> None:
+    if "--draw-only" not in sys.argv:
+        RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
+    draw(json.loads(RESULT.read_text()))
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ HERE = Path(__file__).parent
 RESULT = HERE.parent / "results" / "hidden_units_resnet34.json"
 
 
-class Block(nn.Module):
+class Residual(nn.Module):
     """Two 3x3 convolutions and a shortcut."""
 
     def __init__(self, channels_in: int, channels: int, stride: int) -> None:
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 def resnet34() -> nn.Sequential:
-    """ResNet34 as in torchvision: 7x7 stem, 3-4-6-3 blocks; He initialisation, 10 classes."""
+    """ResNet34 as in torchvision: 7x7 stem, 3-4-6-3 modules; He initialisation, 10 classes."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, 3, bias=False),
         nn.BatchNorm2d(64),
@@ -59,7 +59,7 @@ def resnet34() -> nn.Sequential:
     channels_in = 64
     for stage, (channels, depth) in enumerate(((64, 3), (128, 4), (256, 6), (512, 3))):
         for i in range(depth):
-            layers.append(Block(channels_in, channels, 2 if stage and not i else 1))
+            layers.append(Residual(channels_in, channels, 2 if stage and not i else 1))
             channels_in = channels
     layers += [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(512, 10)]
     model = nn.Sequential(*layers)

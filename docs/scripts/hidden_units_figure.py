@@ -1,15 +1,17 @@
 """The hidden units of STORM+, drawn: ResNet34 beside non-convex logistic regression.
 
-    python docs/scripts/hidden_units_figure.py
+    python docs/scripts/hidden_units_figure.py [--draw-only]
 
 Runs the logistic regressions (about a minute), writes
 `docs/results/hidden_units_logistic.json` and `docs/figures/hidden_units.png`; the ResNet34
 panels are read from `docs/results/hidden_units_resnet34.json` (see `hidden_units.py`).
+`--draw-only` draws the committed numbers.
 """
 
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,22 +19,17 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
-from stormplus.theory.problems import FiniteSum, breast_cancer, digits_parity
-from stormplus.theory.rates.report import versions
 from stormplus.theory import remembered
+from stormplus.theory.palette import PALETTE
+from stormplus.theory.problems import breast_cancer, digits_parity
+from stormplus.theory.rates import versions
+from stormplus.theory.rivals import minimize_finite_sum
 
 DOCS = Path(__file__).parents[1]
 LRS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 SEEDS, STEPS, BATCH = 5, 3000, 16
-COLOURS = ("#0072B2", "#009E73", "#D55E00", "#CC79A7", "#E69F00", "#56B4E9")
-
-
-def sgd(problem: FiniteSum, lr: float, seed: int) -> Any:
-    """SGD with lr / sqrt(t) and as many gradients as STORM+ takes."""
-    x, rng = problem.start(), np.random.default_rng(seed)
-    for t in range(1, 2 * STEPS):
-        x = x - lr / t**0.5 * problem.grad(x, problem.sample(rng))
-    return x
+RESULT = DOCS / "results" / "hidden_units_logistic.json"
+WEIGHTS = {0.01: 0.8, 0.1: 1.6, 1.0: 2.6}  # of a line, by lr: the colour says the method
 
 
 def logistic() -> dict[str, Any]:
@@ -45,7 +42,14 @@ def logistic() -> dict[str, Any]:
                 minimize(problem.grad, problem.start(), problem.sample, STEPS, lr=lr, rng=seed).x
                 for seed in range(SEEDS)
             ]
-            plain = [sgd(problem, lr, seed) for seed in range(SEEDS)]
+            budget = (2 * STEPS - 1) * BATCH  # as many gradients as STORM+ takes
+            plain = [
+                minimize_finite_sum(
+                    problem, problem.start(), budget,
+                    method="sgd", step_size=lr, batch_size=BATCH, rng=seed,
+                ).x
+                for seed in range(SEEDS)
+            ]  # fmt: skip
             for key, points in (("storm+", plus), ("sgd", plain)):
                 norms = [float(np.linalg.norm(problem.full_grad(x))) for x in points]
                 rows[key].append(float(f"{np.mean(norms):.4g}"))
@@ -58,10 +62,9 @@ def smooth(values: Any, width: int = 10) -> Any:
     return np.convolve(values, np.ones(width) / width, mode="valid")
 
 
-def main() -> None:
-    resnet = json.loads((DOCS / "results" / "hidden_units_resnet34.json").read_text())
+def measure(resnet: dict[str, Any]) -> dict[str, Any]:
     found = logistic()
-    result = {
+    return {
         "command": "python docs/scripts/hidden_units_figure.py",
         "seeds": SEEDS,
         "steps": STEPS,
@@ -88,22 +91,25 @@ def main() -> None:
             for run in resnet["runs"]
         ],
     }
-    (DOCS / "results" / "hidden_units_logistic.json").write_text(
-        json.dumps(result, indent=1) + "\n"
-    )
 
+
+def draw(resnet: dict[str, Any], found: dict[str, Any]) -> None:
     figure = Figure(figsize=(12, 4.2), layout="constrained")
     loss, estimator, lrs = figure.subplots(1, 3)
-    for colour, run in zip(COLOURS, resnet["runs"]):
+    for run in resnet["runs"]:
         rows = [row for row in run["rows"] if np.isfinite(row["loss"])]
         label = f"{run['name']}, lr {run['lr']:g}".replace("storm+", "STORM+").replace("sgd", "SGD")
+        style: dict[str, Any] = {
+            "color": PALETTE[label.split(",")[0]],
+            "linestyle": ":" if run["name"] == "sgd" else "--" if "/" in run["name"] else "-",
+            "linewidth": WEIGHTS[run["lr"]],
+        }
         losses = smooth([row["loss"] for row in rows])
-        style = ":" if run["name"] == "sgd" else "--" if "/" in run["name"] else "-"
-        loss.plot(np.arange(len(losses)) + 10, losses, style, color=colour, label=label)
+        loss.plot(np.arange(len(losses)) + 10, losses, label=label, **style)
         if "estimator_norm" in rows[0]:
             first = rows[0]["estimator_norm"]
             growth = [row["estimator_norm"] / first for row in rows]
-            estimator.loglog(range(1, len(rows) + 1), growth, style, color=colour)
+            estimator.loglog(range(1, len(rows) + 1), growth, **style)
     loss.set(xlabel="samples t", ylabel="training loss, mean of 10", title="ResNet34, CIFAR-10")
     loss.set_ylim(1.3, None)  # room for the legend
     loss.legend(fontsize=7.5, loc="lower left", ncols=2)
@@ -111,9 +117,24 @@ def main() -> None:
     estimator.set(
         xlabel="samples t", ylabel="$|d_t|\\,/\\,|d_1|$", title="the estimator's length, same runs"
     )
-    for (name, rows), colour in zip(found.items(), COLOURS):
-        lrs.loglog(LRS, rows["storm+"], "o-", color=colour, label=f"STORM+, {name}")
-        lrs.loglog(LRS, rows["sgd"], "v:", color=colour, label=f"SGD $1/\\sqrt{{t}}$, {name}")
+    for (name, rows), marker in zip(found["final gradient norm, mean over seeds"].items(), "ov"):
+        fill = {"mfc": "white"} if marker == "v" else {}
+        lrs.loglog(
+            LRS,
+            rows["storm+"],
+            f"{marker}-",
+            color=PALETTE["STORM+"],
+            label=f"STORM+, {name}",
+            **fill,
+        )
+        lrs.loglog(
+            LRS,
+            rows["sgd"],
+            f"{marker}:",
+            color=PALETTE["SGD"],
+            label=f"SGD $1/\\sqrt{{t}}$, {name}",
+            **fill,
+        )
     lrs.axvspan(0.3, 10, color="0.5", alpha=0.1)
     lrs.set(
         xlabel="lr",
@@ -124,6 +145,13 @@ def main() -> None:
     for axis in (loss, estimator, lrs):
         axis.grid(True, alpha=0.3)
     figure.savefig(DOCS / "figures" / "hidden_units.png", dpi=110)
+
+
+def main() -> None:
+    resnet = json.loads((DOCS / "results" / "hidden_units_resnet34.json").read_text())
+    if "--draw-only" not in sys.argv:
+        RESULT.write_text(json.dumps(measure(resnet), indent=1) + "\n")
+    draw(resnet, json.loads(RESULT.read_text()))
 
 
 if __name__ == "__main__":

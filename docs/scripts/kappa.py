@@ -14,17 +14,17 @@ from __future__ import annotations
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from stormplus.theory.problems import BoundedNonConvex
-from stormplus.theory.rates.experiment import measure
-from stormplus.theory.rates.methods import CorrectedMomentum
-from stormplus.theory.rates.report import versions
 from stormplus.rules import StormPlusRule
 from stormplus.theory import main_theorem_constants
+from stormplus.theory.problems import BoundedNonConvex
+from stormplus.theory.rates import versions
+from stormplus.theory.rates.experiment import corrected_momentum, measure
 
 HEIGHTS = np.array([0.3, 0.1, 0.03])
 SEEDS = tuple(range(40))
@@ -45,7 +45,7 @@ class TiltedRipples(BoundedNonConvex):
 
 def scaled_means(checkpoints: Any, seeds: tuple[int, ...] = SEEDS, heights: Any = HEIGHTS) -> Any:
     """T^(1/3) E|grad f(x_bar_T)|, over (checkpoint, height)."""
-    method = CorrectedMomentum(StormPlusRule())
+    method = partial(corrected_momentum, rule=StormPlusRule())
     mean, _ = measure(method, TiltedRipples(heights), seeds, checkpoints)
     return mean.mean(-1) * checkpoints[:, None] ** (1 / 3)
 

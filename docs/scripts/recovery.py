@@ -15,8 +15,13 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
-from stormplus.theory.problems import PhaseRetrieval, digit_phase_retrieval, digits_nmf, image_completion
-from stormplus.theory.rates.report import versions
+from stormplus.theory.problems import (
+    PhaseRetrieval,
+    digit_phase_retrieval,
+    digits_nmf,
+    image_completion,
+)
+from stormplus.theory.rates import versions
 
 DOCS = Path(__file__).parents[1]
 

@@ -1,10 +1,10 @@
-"""The variance-reduction rivals on one axis: gradients of single samples.
+"""The variance-reduction rivals on one axis: gradients of single data points.
 
     python docs/scripts/rivals.py
 
 Non-convex logistic regression on breast-cancer data, 5 seeds, 100 passes' worth of gradients,
-anchors and mega-batches included. Each rival with the step its theory prescribes and with the
-best of a grid; STORM+ at lr 1 and with the best of a grid. The score is |grad f| averaged
+anchors and mega-batches included. Each rival with the step size its theory prescribes and with
+the best of a grid; STORM+ at lr 1 and with the best of a grid. The score is the mean of |grad f|
 over the last tenth of the budget. Writes `docs/results/rivals.json` and
 `docs/figures/rivals.png`; some minutes.
 """
@@ -20,21 +20,22 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
+from stormplus.theory.palette import PALETTE
 from stormplus.theory.problems import breast_cancer
-from stormplus.theory.rates.report import versions
-from stormplus.theory.rivals import METHODS, minimize_finite_sum
+from stormplus.theory.rates import versions
+from stormplus.theory.rivals import minimize_finite_sum
 
 DOCS = Path(__file__).parents[1]
 PASSES, SEEDS, TUNING_SEEDS = 100, range(5), range(100, 102)
-STEPS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
+STEP_SIZES = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 LRS = (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)
 BATCH = 8  # of STORM+ and of the rivals' tuned runs; theory prescribes its own
-COLOURS = {
-    "storm+": "#D55E00",
-    "svrg": "#0072B2",
-    "scsg": "#56B4E9",
-    "spider": "#009E73",
-    "hybrid-sarah": "#CC79A7",
+NAMES = {
+    "storm+": "STORM+",
+    "svrg": "SVRG",
+    "scsg": "SCSG",
+    "spider": "SPIDER",
+    "hybrid-sarah": "Hybrid SARAH",
 }
 PROBLEM = breast_cancer(batch_size=BATCH)
 BUDGET = PASSES * PROBLEM.n_samples
@@ -42,7 +43,7 @@ GRID = np.geomspace(PROBLEM.n_samples / 4, BUDGET, 60)
 
 
 def watch(run: Callable[[Callable[[Any], None]], Any], cost: int = 1) -> Any:
-    """|grad f| of the current point at each budget of GRID; the watching is not counted."""
+    """|grad f| of the iterate at each budget of GRID; the watching is not counted."""
     spent, norms = [0], [float(np.linalg.norm(PROBLEM.full_grad(PROBLEM.start())))]
 
     def see(result: Any) -> None:
@@ -66,8 +67,8 @@ def storm_plus(lr: float, seed: int) -> Any:
     return watch(run, BATCH)
 
 
-def rival(method: str, step: float | None, seed: int) -> Any:
-    options = {} if step is None or method == "spider" else {"batch_size": BATCH}
+def rival(method: str, step_size: float | None, seed: int) -> Any:
+    options = {} if step_size is None or method == "spider" else {"batch_size": BATCH}
 
     def run(see: Callable[[Any], None]) -> Any:
         return minimize_finite_sum(
@@ -75,7 +76,7 @@ def rival(method: str, step: float | None, seed: int) -> Any:
             PROBLEM.start(),
             BUDGET,
             method=method,
-            step=step,
+            step_size=step_size,
             rng=seed,
             callback=see,
             **options,
@@ -92,33 +93,34 @@ def score(curves: Any) -> float:
 
 def main() -> None:
     runs: dict[str, Callable[[Any, int], Any]] = {"storm+": storm_plus}
-    for method in METHODS:
-        runs[method] = lambda step, seed, method=method: rival(method, step, seed)
+    for method in list(NAMES)[1:]:
+        runs[method] = lambda size, seed, method=method: rival(method, size, seed)
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     rows = []
     for name, run in runs.items():
-        grid = LRS if name == "storm+" else STEPS
-        scores = {step: score([run(step, seed) for seed in TUNING_SEEDS]) for step in grid}
-        best = min(scores, key=lambda step: scores[step])
-        for axis, kind, step in (
+        grid = LRS if name == "storm+" else STEP_SIZES
+        scores = {size: score([run(size, seed) for seed in TUNING_SEEDS]) for size in grid}
+        best = min(scores, key=lambda size: scores[size])
+        for axis, kind, size in (
             (panels[0], "theory", 1.0 if name == "storm+" else None),
             (panels[1], "tuned", best),
         ):
-            curves = np.array([run(step, seed) for seed in SEEDS])
-            row = {"method": name, "step": kind, "value": step, "score": score(curves)}
+            curves = np.array([run(size, seed) for seed in SEEDS])
+            row = {"method": name, "step size": kind, "value": size, "score": score(curves)}
             rows.append(row | ({"grid": list(grid)} if kind == "tuned" else {}))
             print(rows[-1], flush=True)
             low, middle, high = np.quantile(curves, (0.1, 0.5, 0.9), axis=0)
-            label = f"{name}" + (f", {step:g}" if kind == "tuned" else "")
-            axis.loglog(GRID, middle, color=COLOURS[name], label=label)
-            axis.fill_between(GRID, low, high, color=COLOURS[name], alpha=0.2, linewidth=0)
-    panels[0].set_title("steps of each method's own theory; STORM+: lr 1")
-    panels[1].set_title(f"tuned steps (batches of {BATCH}; SPIDER: 24)")
+            colour = PALETTE[NAMES[name]]
+            label = NAMES[name] + (f", {size:g}" if kind == "tuned" else "")
+            axis.loglog(GRID, middle, color=colour, label=label)
+            axis.fill_between(GRID, low, high, color=colour, alpha=0.2, linewidth=0)
+    panels[0].set_title("step sizes of each method's own theory; STORM+: lr 1")
+    panels[1].set_title(f"tuned step sizes (batches of {BATCH}; SPIDER: 24)")
     panels[0].set_ylabel(r"$|\nabla f|$: median, 10 to 90 % of 5 seeds")
     for axis in panels:
         axis.axvline(PROBLEM.n_samples, color="0.6", linewidth=0.8)
-        axis.set_xlabel("gradients of single samples (grey line: one pass)")
+        axis.set_xlabel("gradients of single data points (grey line: one pass)")
         axis.grid(True, alpha=0.3)
         axis.legend(fontsize=8)
     figure.savefig(DOCS / "figures" / "rivals.png", dpi=100)

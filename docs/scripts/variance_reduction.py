@@ -20,16 +20,16 @@ import torch
 from matplotlib.figure import Figure
 
 from stormplus import StormPlus, minimize
-from stormplus.theory.problems import breast_cancer
-from stormplus.theory.rates.report import versions
 from stormplus.theory import Observer
+from stormplus.theory.problems import breast_cancer
+from stormplus.theory.rates import versions
 
 DOCS = Path(__file__).parents[1]
 
 
 def draw() -> None:
     problem = breast_cancer(batch_size=4)
-    observer = Observer(problem.full_grad, memory=300)
+    observer = Observer(problem.full_grad, window=300)
     minimize(
         observer.watch(problem.grad),
         problem.start(),

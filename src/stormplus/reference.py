@@ -40,7 +40,7 @@ def minimize(
 
     Args:
         grad: `grad(x, xi)`, the gradient of f(.; xi) at x, shaped like `x0`.
-        x0: The first point: an array, or a list of arrays ("blocks").
+        x0: x_1: an array, or a list of arrays ("blocks").
         sample: `sample(rng)` draws one xi. None, or a function that returns None, for a
             deterministic objective.
         steps: T, the number of samples; 2T - 1 gradients are evaluated.
@@ -48,8 +48,8 @@ def minimize(
         lr: Multiplies eta_t in the move, and enters no rule: a number, one number a
             block, or a function of t (1, 2, ...) that returns either.
         norm: "raw" (the paper), or "mean": |.|^2 divided by the number of elements.
-        scope: "global" (the paper): all blocks share the sums. "group" and "tensor":
-            each block has its own.
+        scope: Which blocks make a bucket, that is, share one set of sums. "global" (the
+            paper): all of them. "group" and "tensor": each block is a bucket of its own.
         rng: A generator or a seed, handed to `sample`. Its stream is used for nothing else.
         callback: `callback(result)` after each sample, with the result so far.
             `StopIteration` ends the run; any other exception leaves with the result so far
@@ -61,7 +61,7 @@ def minimize(
         x_1..x_T, the paper's output), `nit`, `ngev`, `estimator` (d_T), `gain`
         (a_{T+1}), `step_size` (eta_T), the sums, and `history`, a dict of one array a
         quantity with one row a sample. With a scope other than "global" the scalars are
-        arrays, one entry a block.
+        arrays, one entry a bucket.
 
     Raises:
         TypeError: A function that is not callable, an unknown rule option.
@@ -88,7 +88,7 @@ def minimize(
         return _checked_gradient([g] if single else g, at)
 
     def square_norm(blocks: Blocks) -> Any:
-        """|.|^2 as the rules see it: one number, or one a block."""
+        """|.|^2 as the rules see it: one number, or one a bucket."""
         squares = np.array([np.vdot(block, block) for block in blocks])
         sizes = np.array([block.size for block in blocks])
         if scope == "global":
@@ -161,7 +161,7 @@ class _Progress:
             value: Any
             if self.scope == "global":
                 value = float(scalars[name])
-            else:  # simplified STORM+ has one `a` for all blocks
+            else:  # simplified STORM+ has one `a` for all buckets
                 value = np.broadcast_to(scalars[name], len(x)).copy()
             self.rows[name].append(value)
             self.fields[name] = value

@@ -1,12 +1,11 @@
-from pathlib import Path
-
 import pytest
+import torch
 
-BENCHMARK = Path(__file__).parents[2] / "benchmark"
 
-
-@pytest.fixture(scope="session")
-def benchmark():
-    """The benchopt benchmark, which makes `benchmark_utils` importable."""
-    benchopt = pytest.importorskip("benchopt.benchmark")
-    return benchopt.Benchmark(BENCHMARK, no_cache=True)
+@pytest.fixture
+def one_thread():
+    """As the benchmark runs; small tensors gain nothing from more."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

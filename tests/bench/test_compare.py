@@ -1,4 +1,4 @@
-"""The command end to end: rows, resuming, interruption, bad input."""
+"""`stormplus compare` end to end: rows, resuming, interruption, bad input, the table at the end."""
 
 import contextlib
 import json
@@ -7,19 +7,20 @@ import signal
 import subprocess
 import sys
 import time
+from io import StringIO
 from pathlib import Path
 
 import psutil
 import pytest
 import yaml
+from bench_rows import frame_of, hand_made, make_row, write_rows
 from click.testing import CliRunner
+from rich.console import Console
 
-pytest.importorskip("benchopt")
-
-from stormplus.bench import rows
-from stormplus.bench.compare_command import compare
-from stormplus.bench.engine import RunsFailed, execute
-from stormplus.bench.plan import BadSuite, make_plan, read_suite, suites
+from stormplus_bench import rows
+from stormplus_bench.commands.compare import compare, show, table_of
+from stormplus_bench.engine import RunsFailed, announce, execute
+from stormplus_bench.plan import FOLDER, BadSuite, Plan, Run, make_plan, read_suite, suites
 
 SUITE = {
     "objective": [{"Training loss": {"seed": [0, 1]}}],
@@ -31,58 +32,58 @@ SUITE = {
 }
 
 
-@pytest.fixture
-def suite(tmp_path):
-    path = tmp_path / "mine.yml"
-    path.write_text(yaml.safe_dump(SUITE))
+def suite(folder, **changes):
+    path = folder / "mine.yml"
+    path.write_text(yaml.safe_dump(SUITE | changes))
     return path
 
 
-def runs_of(journal):
-    return [json.loads(line) for line in journal.read_text().splitlines()[1:]]
+def call(*arguments):
+    return CliRunner().invoke(compare, [str(a) for a in arguments])
 
 
-def test_every_run_gives_a_row_with_all_that_is_measured(suite, tmp_path):
-    done = CliRunner().invoke(compare, [str(suite), "--output", str(tmp_path / "out")])
+@pytest.mark.long
+def test_every_run_gives_a_row_with_all_that_is_measured(tmp_path):
+    done = call(suite(tmp_path), "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
     assert "8 runs" in done.output
     assert "projected" in done.output
-    found = runs_of(tmp_path / "out" / "rows.jsonl")
-    keys = {(r["method"], r["lr"], r["seed"]) for r in found}
-    assert keys == {
+    lines = (tmp_path / "out" / "rows.jsonl").read_text().splitlines()[1:]
+    found = [json.loads(line) for line in lines]
+    assert {(r["method"], r["lr"], r["seed"]) for r in found} == {
         (method, lr, seed)
         for method, lr in [("STORM+", 1.0), ("STORM+", 0.1), ("SGD", 0.1), ("SGD", 1e308)]
         for seed in (0, 1)
     }
-    for run in found:
-        curve = run["curve"]
+    for row in found:
+        curve = row["curve"]
         assert curve["evaluations"][0] == 0
-        assert run["default"] == ((run["method"], run["lr"]) == ("STORM+", 1.0))
-        assert run["versions"]["torch"]
-        assert run["machine"]
-        assert run["peak_memory_mb"] > 0
-        if run["lr"] == 1e308:  # a result, not a crash
-            assert run["status"] == "diverged"
+        assert row["default"] == ((row["method"], row["lr"]) == ("STORM+", 1.0))
+        assert row["versions"]["torch"]
+        assert row["machine"]
+        assert row["peak_memory_mb"] > 0
+        if row["lr"] == 1e308:  # a result, not a crash
+            assert row["status"] == "diverged"
             assert curve["train_loss"][-1] is None
             continue
         # Stopped by the budget, at each of the 13 checkpoints that 40 evaluations have.
-        assert run["status"] == "done"
-        assert curve["evaluations"][-1] == (39 if run["method"] == "STORM+" else 40)
+        assert row["status"] == "done"
+        assert curve["evaluations"][-1] == (39 if row["method"] == "STORM+" else 40)
         assert len(curve["evaluations"]) == 13
         assert curve["grad_norm"][-1] > 0
         assert curve["valid_accuracy"][-1] > 0.5
-    # Logistic regression starts at 0 whatever the seed, and every method at the same point.
-    assert len({run["curve"]["train_loss"][0] for run in found}) == 1
+    # Logistic regression starts at 0 whatever the seed, and every method at the same iterate.
+    assert len({row["curve"]["train_loss"][0] for row in found}) == 1
     assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
 
 
 @pytest.mark.long
 def test_what_is_in_the_journal_is_not_run_again(tmp_path):
     journal = tmp_path / "rows.jsonl"
-    small = SUITE | {"solver": SUITE["solver"][:1]}
-    assert execute(make_plan(small), journal) == 4
+    small = make_plan(SUITE | {"solver": SUITE["solver"][:1]})
+    assert execute(small, journal) == 4
     before = journal.read_text()
-    assert execute(make_plan(small), journal) == 0
+    assert execute(small, journal) == 0
     assert execute(make_plan(SUITE), journal) == 4
     assert journal.read_text().startswith(before)
     assert len(rows.keys(journal)) == 8
@@ -103,12 +104,11 @@ def wait_for_rows(journal, count, child):
     "sign", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL], ids=["ctrl-c", "term", "kill"]
 )
 def test_an_interruption_loses_nothing_that_was_done(tmp_path, sign):
-    slow = SUITE | {
-        "dataset": [{"smooth": {"problem": ["logistic-breast-cancer"], "budget": [2000]}}],
-        "solver": [{"sgd": {"lr": [0.01 * k for k in range(1, 8)]}}],
-    }
-    path = tmp_path / "slow.yml"
-    path.write_text(yaml.safe_dump(slow))
+    path = suite(
+        tmp_path,
+        dataset=[{"smooth": {"problem": ["logistic-breast-cancer"], "budget": [2000]}}],
+        solver=[{"sgd": {"lr": [0.01 * k for k in range(1, 8)]}}],
+    )
     command = [sys.executable, "-m", "stormplus", "compare", str(path), "--output", str(tmp_path)]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     journal = tmp_path / "rows.jsonl"
@@ -136,19 +136,18 @@ def test_an_interruption_loses_nothing_that_was_done(tmp_path, sign):
     assert len(rows.keys(journal)) == 14
 
 
-def test_a_broken_journal_is_named_and_left_as_it_is(suite, tmp_path):
-    journal = tmp_path / "out" / "rows.jsonl"
-    journal.parent.mkdir()
-    journal.write_text('{"format": "stormplus-rows", "version": 99}\n')
-    done = CliRunner().invoke(compare, [str(suite), "--output", str(journal.parent)])
+def test_a_broken_journal_is_named_and_left_as_it_is(tmp_path):
+    journal, text = tmp_path / "rows.jsonl", '{"format": "stormplus-rows", "version": 99}\n'
+    journal.write_text(text)
+    done = call(suite(tmp_path), "--output", tmp_path)
     assert done.exit_code == 1
     assert "rows.jsonl" in done.output
     assert "99" in done.output
-    assert journal.read_text() == '{"format": "stormplus-rows", "version": 99}\n'
+    assert journal.read_text() == text
 
 
-def test_a_dry_run_runs_nothing(suite, tmp_path):
-    done = CliRunner().invoke(compare, [str(suite), "--output", str(tmp_path / "o"), "--dry-run"])
+def test_a_dry_run_runs_nothing(tmp_path):
+    done = call(suite(tmp_path), "--output", tmp_path / "o", "--dry-run")
     assert done.exit_code == 0
     assert "8 runs" in done.output
     assert not (tmp_path / "o").exists()
@@ -160,16 +159,14 @@ def test_missing_data_is_skipped_with_the_reason(tmp_path, monkeypatch):
     assert plan.runs == []
     assert len(plan.skipped) == 3
     assert all("STORMPLUS_DATA" in reason for reason in plan.skipped.values())
-    path = tmp_path / "s.yml"
-    path.write_text(yaml.safe_dump(SUITE | {"dataset": ["mnist"]}))
-    done = CliRunner().invoke(compare, [str(path), "--output", str(tmp_path)])
+    done = call(suite(tmp_path, dataset=["mnist"]), "--output", tmp_path)
     assert done.exit_code == 1
     assert "nothing to run" in done.output
 
 
 def test_runs_without_a_row_are_an_error_that_names_them(tmp_path, monkeypatch):
     plan = make_plan(SUITE)
-    monkeypatch.setattr("stormplus.bench.engine.sys.executable", "/bin/false")
+    monkeypatch.setattr("stormplus_bench.engine.sys.executable", "/bin/false")
     with pytest.raises(RunsFailed, match=r"8 of 8 runs gave no row.*STORM\+"):
         execute(plan, tmp_path / "rows.jsonl")
 
@@ -190,73 +187,112 @@ def test_a_bad_suite_is_explained(tmp_path, text, message):
         read_suite(str(path))
 
 
-def test_another_budget_is_another_workload():
-    names = {
-        make_plan(SUITE | {"dataset": [{"smooth": {"problem": ["nmf"], "budget": [budget]}}]})
-        .runs[0]
-        .workload
-        for budget in (None, 1500, 60)
-    }
-    assert names == {"nmf", "nmf (60 evaluations)"}
-
-
-@pytest.mark.parametrize("option", ["--jobs", "--threads"])
-def test_less_than_one_worker_is_a_usage_error(option):
-    assert CliRunner().invoke(compare, [option, "0"]).exit_code == 2
-
-
-def test_an_unknown_suite_names_those_there_are():
-    done = CliRunner().invoke(compare, ["nonsense"])
+def test_what_is_not_there_is_named_and_wrong_options_are_a_usage_error(tmp_path):
+    done = call("nonsense")
     assert done.exit_code == 1
     assert all(name in done.output for name in suites())
-
-
-def test_an_unknown_solver_is_explained(tmp_path):
-    path = tmp_path / "s.yml"
-    path.write_text(yaml.safe_dump(SUITE | {"solver": ["nonsense"]}))
-    done = CliRunner().invoke(compare, [str(path)])
+    done = call(suite(tmp_path, solver=["nonsense"]))
     assert done.exit_code != 0
     assert "nonsense" in done.output
+    assert call("--jobs", "0").exit_code == call("--threads", "0").exit_code == 2
+    text = " ".join(call("--help").output.split())
+    assert "130 interrupted" in text
+    assert "Runs side by side. [default: 1; x>=1]" in text
+    assert "[out/SUITE]" in text
+    listed = call("--list").output
+    assert all(name in listed for name in ("quick", "smooth", "networks", "untuned"))
+
+
+def test_another_budget_is_another_workload():
+    datasets = [{"smooth": {"problem": ["nmf"], "budget": [budget]}} for budget in (None, 1500, 60)]
+    names = {make_plan(SUITE | {"dataset": [d]}).runs[0].workload for d in datasets}
+    assert names == {"nmf", "nmf (60 evaluations)"}
 
 
 def test_the_suites_that_ship_are_whole(monkeypatch):
     monkeypatch.delenv("STORMPLUS_DATA", raising=False)
-    assert {"quick", "smooth", "networks"} <= set(suites())
     plan = make_plan(read_suite("smooth"))
     # 7 workloads, 3 seeds, 8 rates, 20 methods; two defaults are off the grid.
     assert len(plan.runs) == 7 * 3 * (8 * 20 + 2)
     assert len({run.key for run in plan.runs}) == len(plan.runs)
+    for name in ("smooth", "networks", "untuned"):
+        solvers = [next(iter(s)) if isinstance(s, dict) else s for s in read_suite(name)["solver"]]
+        assert "untuned" in solvers
 
 
 @pytest.mark.long
 def test_benchopts_own_checks_pass(tmp_path):
-    folder = Path(__file__).parents[2] / "benchmark"
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "benchopt", "test", str(FOLDER), "--skip-env"]
     done = subprocess.run(
-        [sys.executable, "-m", "benchopt", "test", str(folder), "--skip-env"],
-        env=env,
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:]
 
 
 @pytest.mark.long
 def test_two_dask_workers_give_the_rows_of_a_sequential_run(tmp_path):
-    pytest.importorskip("dask.distributed")
-    folder = Path(__file__).parents[2] / "benchmark"
     plan = make_plan(read_suite("quick"))
     alone, dask = tmp_path / "alone.jsonl", tmp_path / "dask.jsonl"
+    config = Path(__file__).parents[2] / "benchmark" / "parallel" / "dask.yml"
     execute(plan, alone)
-    execute(plan, dask, parallel_config=folder / "parallel" / "dask.yml")
+    execute(plan, dask, parallel_config=config)
     assert "Distributed run with backend: dask" in dask.with_suffix(".log").read_text()
-    changing = ("seconds", "peak_memory_mb")  # the clock, and what else a worker holds
-    keys = ["workload", "method", "lr", "seed", "evaluations"]
+    changing = ["seconds", "peak_memory_mb"]  # the clock, and what else a worker holds
+    keys = [*rows.KEY, "evaluations"]
     frames = [
-        rows.load(path).drop(columns=list(changing)).sort_values(keys).reset_index(drop=True)
+        rows.load(path).drop(columns=changing).sort_values(keys).reset_index(drop=True)
         for path in (alone, dask)
     ]
     assert len(frames[0]) > 200
     assert frames[0].equals(frames[1])
+
+
+def printed(*things, width=100):
+    output = StringIO()
+    Console(file=output, width=width).print(*things)
+    return output.getvalue()
+
+
+def test_a_few_workloads_are_shown_by_their_losses():
+    table = table_of(frame_of(hand_made()))
+    text = printed(table)
+    assert "final training loss" in text
+    # SGD on a, at its default and at its best; Adam diverges there.
+    cells = [line.strip("│ ").split() for line in text.replace("│", " ").splitlines()]
+    assert ["SGD", "4", "0.5", "1"] in cells
+    assert ["Adam", "diverged", "diverged"] in cells
+    assert "…" not in printed(table, width=60)
+
+
+def test_many_workloads_fit_a_terminal():
+    methods = ("STORM+ mean", "simplified STORM+", "SGD momentum")
+    names = [(f"workload-{k}", method) for k in range(12) for method in methods]
+    frame = frame_of(make_row([2, 1, 0.9], workload=w, method=m) for w, m in names)
+    text = printed(table_of(frame))
+    for part in ("12 workloads", "simplified STORM+", "1.00"):
+        assert part in text
+    assert "…" not in text
+
+
+def plan_of(found):
+    runs = [Run(w, "SGD", 0.1, 0, 100) for w in sorted({row["workload"] for row in found})]
+    return Plan({}, runs, {}, dict.fromkeys([run.workload for run in runs], 1.2))
+
+
+def test_with_other_workers_the_number_at_a_time_is_not_made_up(tmp_path):
+    output = StringIO()
+    for jobs in (2, None):
+        console = Console(file=output, width=200)
+        announce(plan_of(hand_made()), tmp_path / "none.jsonl", jobs, console)
+    first, second = output.getvalue().splitlines()
+    assert "projected: 2.0 minutes for the other 2, 2 at a time" in first
+    assert "projected: 4.0 minutes for the other 2, divided by the number of workers" in second
+
+
+def test_a_line_that_another_suite_left_halfway_is_not_in_the_way(tmp_path):
+    journal, output = write_rows(tmp_path / "rows.jsonl", hand_made()), StringIO()
+    with journal.open("a") as file:
+        file.write('{"workload": "other", "met')
+    show(journal, plan_of(hand_made()), tmp_path, Console(file=output, width=120))
+    assert "curves.png" in output.getvalue()

@@ -1,4 +1,4 @@
-"""The benchmark's loop against hand-written ones: same points, every gradient counted."""
+"""The benchmark's loop against hand-written ones: same iterates, every gradient counted."""
 
 import copy
 import math
@@ -7,57 +7,64 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from dog import DoG, PolynomialDecayAverager
+from mechanic_pytorch import mechanize
+from schedulefree import AdamWScheduleFree
+from torch import nn
 from torch.nn import functional as F
 
 from stormplus import StormPlus, same_sample
+from stormplus_bench.commands.bench_step import frozen_parameters
+from stormplus_bench.train import catalogue
+from stormplus_bench.train.steppers import (
+    Averaged,
+    Mars,
+    OneGradient,
+    ScheduleFree,
+    Svrg,
+    TwoGradients,
+)
+from stormplus_bench.train.training import Training, peak_memory_mb, reset_peak_memory
 
-pytestmark = pytest.mark.usefixtures("benchmark")
+pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
 
 
-def training(workload, stepper, seed=0):
-    from benchmark_utils.training import Training
-
-    return Training(workload, stepper, seed)
-
-
-def digits(model="cnn", budget=40):
-    from benchmark_utils.network_workloads import digits
-
-    workload = digits(model)
+def digits(model="mlp", budget=40):
+    workload = catalogue.digits(model)
     workload.budget = budget
     return workload
 
 
-class Normed:
-    """A network workload with BatchNorm, on digits."""
-
-    def __new__(cls):
-        workload = digits("mlp")
-        workload.make = lambda: torch.nn.Sequential(
-            torch.nn.Flatten(),
-            torch.nn.Linear(64, 16, bias=False),
-            torch.nn.BatchNorm1d(16),
-            torch.nn.ReLU(),
-            torch.nn.Linear(16, 10),
-        )
-        return workload
+def normed():
+    """A network with BatchNorm, on digits."""
+    workload = digits()
+    layers = (nn.Linear(64, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 10))
+    workload.make = lambda: nn.Sequential(nn.Flatten(), *copy.deepcopy(layers))
+    return workload
 
 
-def points(model):
-    return [p.detach().clone() for p in (*model.parameters(), *model.buffers())]
+def start(workload, stepper, *arguments, **options):
+    """A run whose stepper holds this torch optimizer, or is made from the run itself."""
+    if not arguments:
+        return Training(workload, stepper, 0)
+    make = arguments[0]
+    return Training(workload, lambda t: stepper(make(t.model.parameters(), **options)), 0)
+
+
+def dog(training):
+    return Averaged(DoG(training.model.parameters()), PolynomialDecayAverager(training.model))
 
 
 def same(model, other):
-    return all(torch.equal(a, b) for a, b in zip(points(model), points(other), strict=True))
+    tensors = [[*m.parameters(), *m.buffers()] for m in (model, other)]
+    return all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
 
 
-@pytest.mark.parametrize("make", [digits, Normed], ids=["cnn", "batchnorm"])
+@pytest.mark.parametrize("make", [lambda: digits("cnn"), normed], ids=["cnn", "batchnorm"])
 def test_a_one_gradient_method_is_the_usual_loop(make):
-    from benchmark_utils.steppers import OneGradient
-
     workload = make()
-    run = training(workload, lambda t: OneGradient(torch.optim.Adam(t.model.parameters())))
+    run = start(workload, OneGradient, torch.optim.Adam)
     run.advance(STEPS)
     model, stream = workload.model(0).train(), workload.samples(0)
     opt = torch.optim.Adam(model.parameters())
@@ -70,12 +77,10 @@ def test_a_one_gradient_method_is_the_usual_loop(make):
     assert (run.evaluations, run.samples) == (STEPS, STEPS)
 
 
-@pytest.mark.parametrize("make", [digits, Normed], ids=["cnn", "batchnorm"])
+@pytest.mark.parametrize("make", [lambda: digits("cnn"), normed], ids=["cnn", "batchnorm"])
 def test_ours_is_the_loop_of_the_readme_and_costs_two(make):
-    from benchmark_utils.steppers import TwoGradients
-
     workload = make()
-    run = training(workload, lambda t: TwoGradients(StormPlus(t.model.parameters())))
+    run = start(workload, TwoGradients, StormPlus)
     run.advance(STEPS)
     # 1 + 2 * 5 = 11 evaluations; the next step would make 13.
     assert (run.evaluations, run.samples) == (11, 6)
@@ -98,9 +103,7 @@ def test_ours_is_the_loop_of_the_readme_and_costs_two(make):
 
 
 def test_a_run_that_was_stopped_from_outside_is_no_result():
-    from benchmark_utils.steppers import TwoGradients
-
-    run = training(digits(), lambda t: TwoGradients(StormPlus(t.model.parameters())))
+    run = start(digits(), TwoGradients, StormPlus)
     run.advance(20)  # of 40
     with pytest.raises(RuntimeError, match=r"stopped at 19 of 40 .* --no-timeout"):
         run.require_whole()
@@ -111,23 +114,20 @@ def test_a_run_that_was_stopped_from_outside_is_no_result():
 
 
 def test_mars_is_its_papers_recursion_with_an_explicit_previous_iterate():
-    from benchmark_utils.variance_reduction import Mars
-
-    workload = digits("mlp")
-    run = training(workload, lambda t: Mars(t.model, 3e-3))
+    workload = digits()
+    run = start(workload, lambda t: Mars(t.model, 3e-3))
     run.advance(STEPS)
+    assert (run.evaluations, run.samples) == (11, 6)
     # Literal, per tensor: c = g + 0.025 * 0.95 / 0.05 (g - g'), clipped; then AdamW.
     model, stream = workload.model(0), workload.samples(0)
     old = copy.deepcopy(model)
     state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
-    evaluations = 0
-    for t in range(1, 8):
+    for t in range(1, 7):
         x, y = next(stream)
-        grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
-        olds = torch.autograd.grad(F.cross_entropy(old(x), y), list(old.parameters()))
-        evaluations += 1 if t == 1 else 2
-        if evaluations > STEPS:
-            break
+        grads, olds = (
+            torch.autograd.grad(F.cross_entropy(m(x), y), list(m.parameters()))
+            for m in (model, old)
+        )
         old.load_state_dict(model.state_dict())
         with torch.no_grad():
             for p, g, h, (m, v) in zip(model.parameters(), grads, olds, state, strict=True):
@@ -135,20 +135,15 @@ def test_mars_is_its_papers_recursion_with_an_explicit_previous_iterate():
                 c = c / c.norm() if c.norm() > 1 else c
                 m.copy_(0.95 * m + 0.05 * c)
                 v.copy_(0.99 * v + 0.01 * c * c)
-                step = (m / (1 - 0.95**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8)
-                p.sub_(3e-3 * step)
-    assert (run.evaluations, run.samples) == (11, 6)
+                p.sub_(3e-3 * (m / (1 - 0.95**t)) / ((v / (1 - 0.99**t)).sqrt() + 1e-8))
     for p, q in zip(run.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
-def test_svrg_is_its_formula_and_pays_for_its_anchors(benchmark):
-    from benchmark_utils.smooth_workloads import logistic_breast_cancer
-    from benchmark_utils.variance_reduction import Svrg
-
-    workload = logistic_breast_cancer()  # 455 rows in batches of 16: 29 batches
+def test_svrg_is_its_formula_and_pays_for_its_anchors():
+    workload = catalogue.logistic_breast_cancer()  # 455 rows in batches of 16: 29 batches
     workload.budget = 100
-    run = training(workload, lambda t: Svrg(t.model, 0.1))
+    run = start(workload, lambda t: Svrg(t.model, 0.1))
     run.advance(100)
     problem = workload.problem
     x, stream = problem.start(0), workload.samples(0)
@@ -165,20 +160,16 @@ def test_svrg_is_its_formula_and_pays_for_its_anchors(benchmark):
 
 
 def test_samples_and_the_start_depend_on_the_seed_alone():
-    workload = digits("mlp")
+    workload = digits()
     for seed in (0, 1):
-        first = [next(workload.samples(seed))[1] for _ in range(2)]
-        assert torch.equal(*first)
+        assert torch.equal(*(next(workload.samples(seed))[1] for _ in range(2)))
         assert same(workload.model(seed), workload.model(seed))
     assert not torch.equal(next(workload.samples(0))[1], next(workload.samples(1))[1])
     assert not same(workload.model(0), workload.model(1))
 
 
 def test_divergence_is_a_status_and_keeps_the_curve():
-    from benchmark_utils.steppers import OneGradient
-
-    workload = digits("mlp")
-    run = training(workload, lambda t: OneGradient(torch.optim.SGD(t.model.parameters(), lr=1e30)))
+    run = start(digits(), OneGradient, torch.optim.SGD, lr=1e30)
     run.advance(0)
     assert math.isfinite(run.record()["train_loss"])
     run.advance(20)
@@ -188,39 +179,29 @@ def test_divergence_is_a_status_and_keeps_the_curve():
     assert run.evaluations < 20
 
 
+class Kick(OneGradient):
+    """Far away, and back: as D-Adaptation does on phase retrieval."""
+
+    def step(self, training):
+        super().step(training)
+        with torch.no_grad():
+            training.model.x += {1: 100.0, 2: -100.0}.get(training.evaluations, 0.0)
+
+
 def test_a_loss_that_is_only_large_may_come_back():
-    from benchmark_utils.smooth_workloads import phase_retrieval
-    from benchmark_utils.steppers import OneGradient
-
-    class Kick(OneGradient):
-        """Far away, and back: as D-Adaptation does on this very problem."""
-
-        def step(self, training):
-            super().step(training)
-            with torch.no_grad():
-                training.model.x += {1: 100.0, 2: -100.0}.get(training.evaluations, 0.0)
-
-    run = training(
-        phase_retrieval(), lambda t: Kick(torch.optim.Adagrad(t.model.parameters(), lr=0.1))
-    )
+    run = start(catalogue.phase_retrieval(), Kick, torch.optim.Adagrad, lr=0.1)
     run.advance(0)
-    start = run.record()["train_loss"]
+    first = run.record()["train_loss"]
     run.advance(1)
-    assert run.record()["train_loss"] > 1e5 * start
+    assert run.record()["train_loss"] > 1e5 * first
     run.advance(100)
     assert run.status == "done"
-    assert run.record()["train_loss"] < start
+    assert run.record()["train_loss"] < first
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 def test_dog_that_meets_a_number_that_is_none_diverges(broken):
-    from benchmark_utils.steppers import Averaged
-
-    dog = pytest.importorskip("dog")
-    run = training(
-        digits("mlp"),
-        lambda t: Averaged(dog.DoG(t.model.parameters()), dog.PolynomialDecayAverager(t.model)),
-    )
+    run = start(digits(), dog)
     parameter = next(run.model.parameters())
     if broken == "loss":
         parameter.data.fill_(math.nan)
@@ -230,57 +211,42 @@ def test_dog_that_meets_a_number_that_is_none_diverges(broken):
     assert run.status == "diverged"
 
 
-def test_the_state_counts_all_that_a_method_keeps():
-    from benchmark_utils.steppers import Averaged, OneGradient
-
-    dog, mechanic = pytest.importorskip("dog"), pytest.importorskip("mechanic_pytorch")
-    size = sum(p.nbytes for p in digits("mlp").model(0).parameters()) / 2**20
-    makers = {
-        1: lambda t: OneGradient(torch.optim.SGD(t.model.parameters(), momentum=0.9)),
-        2: lambda t: Averaged(
-            dog.DoG(t.model.parameters()), dog.PolynomialDecayAverager(t.model)
-        ),  # the start and the average
-        3: lambda t: OneGradient(mechanic.mechanize(torch.optim.AdamW)(t.model.parameters())),
-    }
-    for buffers, make in makers.items():
-        run = training(digits("mlp"), make)
-        run.advance(3)
-        assert run.stepper.state_mb == pytest.approx(buffers * size, rel=0.02)
-
-
-def test_the_averaged_point_is_what_dog_is_judged_by():
-    from benchmark_utils.steppers import Averaged
-
-    dog = pytest.importorskip("dog")
-    workload = digits("mlp")
-    run = training(
-        workload,
-        lambda t: Averaged(dog.DoG(t.model.parameters()), dog.PolynomialDecayAverager(t.model)),
-    )
+def test_the_averaged_model_is_what_dog_is_judged_by():
+    run = start(digits(), dog)
+    assert run.stepper.result(run) is run.model  # there is no average yet
     run.advance(STEPS)
     judged = run.stepper.result(run)
     assert not same(judged, run.model)
     assert same(judged, run.stepper.averager.averaged_model)
 
 
-def test_schedule_free_is_judged_at_its_evaluation_point_and_goes_on():
-    from benchmark_utils.steppers import ScheduleFree
+def test_the_state_counts_all_that_a_method_keeps():
+    size = sum(p.nbytes for p in digits().model(0).parameters()) / 2**20
+    runs = {
+        1: start(digits(), OneGradient, torch.optim.SGD, momentum=0.9),
+        2: start(digits(), dog),  # the start and the average
+        3: start(digits(), OneGradient, mechanize(torch.optim.AdamW)),
+    }
+    for buffers, run in runs.items():
+        run.advance(3)
+        assert run.stepper.state_mb == pytest.approx(buffers * size, rel=0.02)
+    assert start(digits(), lambda t: Mars(t.model, 1)).stepper.state_mb == 3 * size
+    assert start(digits(), lambda t: Svrg(t.model, 1)).stepper.state_mb == 2 * size
 
-    schedulefree = pytest.importorskip("schedulefree")
-    workload = Normed()
-    make = lambda t: ScheduleFree(schedulefree.AdamWScheduleFree(t.model.parameters()))  # noqa: E731
-    measured, plain = training(workload, make), training(workload, make)
+
+def test_schedule_free_is_judged_where_it_says_and_goes_on():
+    workload = normed()
+    measured, plain = (start(workload, ScheduleFree, AdamWScheduleFree) for _ in range(2))
     for run in (measured, plain):
         run.advance(STEPS)
     before = [p.detach().clone() for p in measured.model.parameters()]
     judged = measured.stepper.result(measured)
-    # At x, not at the y of the gradients; and statistics of 50 fresh batches there.
+    # At x, not at the y of the gradients; and statistics of 50 fresh samples there.
     for p, q, y in zip(judged.parameters(), measured.model.parameters(), before, strict=True):
         assert torch.equal(p, q)
         assert not torch.equal(p, y)
-    seen = judged[2].num_batches_tracked - measured.model[2].num_batches_tracked
-    assert seen == 50
-    measured.stepper.resume(measured)
+    assert judged[2].num_batches_tracked - measured.model[2].num_batches_tracked == 50
+    measured.stepper.resume()
     for run in (measured, plain):
         run.advance(2 * STEPS)
     for p, q in zip(measured.model.parameters(), plain.model.parameters(), strict=True):
@@ -288,26 +254,33 @@ def test_schedule_free_is_judged_at_its_evaluation_point_and_goes_on():
 
 
 def test_peak_memory_sees_what_was_used_and_forgets():
-    from benchmark_utils.training import peak_memory_mb, reset_peak_memory
-
     reset_peak_memory()
     before = peak_memory_mb()
-    block = torch.ones(40 * 2**18)  # 40 MB
+    large = torch.ones(40 * 2**18)  # 40 MB
     assert peak_memory_mb() >= before + 30
-    del block
+    del large
     reset_peak_memory()
     if torch.cuda.is_available() or Path("/proc/self/status").exists():
         assert peak_memory_mb() <= before + 20
 
 
-def test_the_measured_gradient_norm_is_that_of_the_measured_examples():
-    workload = digits("mlp")
+def test_what_is_measured_is_that_of_the_measured_examples():
+    workload = digits()
     model = workload.model(0)
     x, y = workload.train
-    grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    loss = F.cross_entropy(model(x), y)
+    grads = torch.autograd.grad(loss, list(model.parameters()))
     expected = math.sqrt(sum(float((g**2).sum()) for g in grads))
     assert workload.full_grad_norm(model) == pytest.approx(expected, rel=1e-4)
     measured = workload.measure(model)
-    assert measured["train_loss"] == pytest.approx(F.cross_entropy(model(x), y).item(), rel=1e-5)
+    assert measured["train_loss"] == pytest.approx(loss.item(), rel=1e-5)
     right = (model(x).argmax(1) == y).float().mean()
     assert measured["train_accuracy"] == pytest.approx(float(right), abs=1e-6)
+
+
+def test_bench_step_prints_what_frozen_parameters_add(capsys):
+    frozen_parameters(rounds=2, frozen=5)
+    head, *lines = capsys.readouterr().out.strip().splitlines()
+    assert head.startswith("5 frozen parameters")
+    assert [line.split()[0] for line in lines] == ["StormPlus", "Untuned", "SGD(momentum=0.9)"]
+    assert all(float(line.split()[1].rstrip("x")) > 0 for line in lines)

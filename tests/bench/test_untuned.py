@@ -1,5 +1,6 @@
-"""The study of STORM+ in measured units: its variants, its solver, and the tables of its page."""
+"""The study of Untuned: its variants, its solver, and the tables of its page."""
 
+import copy
 import importlib.util
 from pathlib import Path
 
@@ -8,105 +9,114 @@ import pytest
 import torch
 
 from stormplus import Untuned
-from stormplus.bench import profiles, rows
+from stormplus.rules import StormPlusRule, Sums
+from stormplus_bench import profiles, rows
+from stormplus_bench.train.catalogue import digits
+from stormplus_bench.train.steppers import AtAverage
+from stormplus_bench.train.training import Training
+from stormplus_bench.train.variants import VARIANTS, CorrectedUnitsRule, PlainUntuned
 
-pytestmark = pytest.mark.usefixtures("benchmark")
+pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    """As the benchmark runs; small tensors gain nothing from more."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def train(stepper, evaluations=121):
-    from benchmark_utils.network_workloads import digits
-    from benchmark_utils.training import Training
-
     run = Training(digits("mlp"), stepper, 0)
     run.advance(evaluations)
     return run
 
 
-def point(run):
-    return torch.cat([p.detach().flatten() for p in run.model.parameters()])
+def flat(model):
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
 def shipped(training):
-    from benchmark_utils.steppers import AtAverage
-
     return AtAverage(Untuned(training.model.parameters()))
 
 
 def study():
-    spec = importlib.util.spec_from_file_location("study", ROOT / "benchmark" / "study_untuned.py")
+    path = ROOT / "benchmark" / "scripts" / "untuned.py"
+    spec = importlib.util.spec_from_file_location("study", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_the_measured_point_is_the_average_and_the_run_goes_on_from_the_iterate():
+def test_measured_is_the_average_and_the_run_goes_on_from_the_iterate():
     run, other = train(shipped, 20), train(shipped, 20)
-    last = point(run)
-    model = run.stepper.result(run)
-    average = torch.cat([p.detach().flatten() for p in model.parameters()])
-    assert not torch.equal(average, last)
-    run.stepper.resume(run)
+    last = flat(run.model)
+    assert not torch.equal(flat(run.stepper.result(run)), last)
+    run.stepper.resume()
     run.advance(40)
     other.advance(40)
-    assert torch.equal(point(run), point(other))
+    assert torch.equal(flat(run.model), flat(other.model))
     assert run.evaluations == run.samples == 40
 
 
-def test_every_variant_but_the_average_takes_other_steps():
-    from benchmark_utils.units_variants import VARIANTS
+def test_the_plain_version_takes_the_steps_of_untuned():
+    torch.manual_seed(0)
+    layers = (torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    ours = torch.nn.Sequential(*layers).double()
+    plain = copy.deepcopy(ours)
+    optimizers = [(ours, Untuned(ours.parameters())), (plain, PlainUntuned(plain.parameters()))]
+    for _ in range(50):
+        x = torch.randn(32, 8, dtype=torch.float64)
+        for model, opt in optimizers:
+            opt.zero_grad()
+            ((model(x) - x[:, :1].sin()) ** 2).mean().backward()
+            opt.step()
+        torch.testing.assert_close(flat(plain), flat(ours), rtol=1e-6, atol=1e-9)
+    for _, opt in optimizers:
+        opt.eval()
+    torch.testing.assert_close(flat(plain), flat(ours), rtol=1e-6, atol=1e-9)
 
-    reference = point(train(shipped))
+
+def test_every_variant_but_the_average_takes_other_steps():
+    reference = flat(train(shipped).model)
     for name, stepper in VARIANTS.items():
         run = train(stepper)
         assert run.status == "done"
-        assert torch.isfinite(point(run)).all()
-        assert torch.equal(point(run), reference) == (name == "no average"), name
+        assert torch.isfinite(flat(run.model)).all()
+        assert torch.equal(flat(run.model), reference) == (name == "no average"), name
         two = name.startswith("corrected")
         assert (run.evaluations, run.samples) == ((121, 61) if two else (121, 121)), name
+        assert run.stepper.state_mb > 0
+        average = flat(run.stepper.result(run))
+        run.stepper.resume()
+        assert torch.equal(average, flat(run.model)) == (name == "no average"), name
+
+
+def test_with_units_of_one_the_corrected_rule_is_the_papers():
+    ours, paper = Sums(), Sums()
+    for t in range(1, 20):
+        g_sq, d_sq = 0.0 if t < 3 else 1.0 / t, 0.0 if t < 3 else 2.0 + t
+        ours, *found = CorrectedUnitsRule()(ours, g_sq, d_sq, t, 1.0, 1.0)
+        paper, *expected = StormPlusRule()(paper, g_sq, d_sq, t)
+        assert found == pytest.approx(expected, rel=1e-14)
 
 
 def test_the_signal_of_pure_noise_stops_the_run_and_that_of_one_direction_does_not():
-    from benchmark_utils.units_variants import MeasuredSignal
-
     moved = []
     for gradient in (torch.ones, torch.randn):
         torch.manual_seed(0)
         x = torch.nn.Parameter(torch.ones(1000))
-        opt = MeasuredSignal([x])
+        opt = PlainUntuned([x], signal=True)
         for _ in range(60):
             x.grad = gradient(1000)
             before = x.detach().clone()
             opt.step()
-        moved.append(float((x.detach() - before).norm() / opt.diagnostics()["step_size"]))
+        eta = opt.r / opt.t**0.5
+        moved.append(float((x.detach() - before).norm() / eta))
     assert moved[0] > 25  # sqrt(1000): the whole step
     assert moved[1] < 0.3 * 0.23 * moved[0]  # 0.23 is what averaging alone makes of noise
 
 
-@pytest.mark.parametrize("suite", ["untuned", "networks", "smooth"])
-def test_the_suites_know_it(suite):
-    from stormplus.bench.plan import read_suite
-
-    names = [next(iter(s)) if isinstance(s, dict) else s for s in read_suite(suite)["solver"]]
-    assert "storm-plus-units" in names
-
-
 def test_the_held_out_workloads_are_the_ones_that_were_drawn():
-    listed = [
-        line.split("|")[1:4]
+    names = [
+        line.split("|")[1].strip()
         for line in (ROOT / "docs" / "untuned.md").read_text().splitlines()
         if line.rstrip().endswith(("| open |", "| **held out** |"))
     ]
-    names = [name.strip() for name, _, _ in listed]
     drawn = sorted(np.random.default_rng(0).choice(10, 2, replace=False))
     assert [names[i] for i in drawn] == study().HELD_OUT
     assert sorted(names) == sorted(study().TEN)
@@ -125,9 +135,8 @@ def test_the_page_says_what_the_rows_say(tmp_path, monkeypatch):
     module.main()
     assert (folder / "untuned.md").read_text() == page
     assert (folder / "figures" / "untuned.png").stat().st_size > 10_000
-    frame = rows.load_all(
-        tuple(ROOT / "docs" / "results" / f"{name}.jsonl.gz" for name in module.PARTS[:3])
-    )
+    paths = [ROOT / "docs" / "results" / f"{name}.jsonl.gz" for name in module.PARTS[:3]]
+    frame = rows.load_all(paths)
     ten = frame[frame["workload"].isin(module.TEN)]
     profile = profiles.performance_profile(ten)
     assert np.isfinite(profile.times.loc[module.OURS]).sum() >= 7

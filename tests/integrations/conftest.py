@@ -5,6 +5,13 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
+THEIRS = [  # warnings of the trainers' own
+    "ignore:.*does not have many workers",  # Lightning's
+    "ignore:.*isinstance.treespec, LeafSpec",
+    "ignore:Checkpoint directory .* exists",
+    "ignore:__array__ implementation:DeprecationWarning",  # Keras's: NumPy 1's way to an array
+    "ignore:numpy.core is deprecated:DeprecationWarning",  # fastai's, from learn.load
+]
 
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
@@ -12,3 +19,4 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.long)
+            item.add_marker(pytest.mark.filterwarnings(*THEIRS))

@@ -1,6 +1,8 @@
-"""Accelerate's run equals the plain loop, step by step, or is refused."""
+"""Accelerate: what only `prepare` does. What trainers share is in `test_trainers.py`."""
 
-from contextlib import nullcontext
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -9,16 +11,12 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ExponentialLR
-from torch.utils.data import DataLoader, TensorDataset
-from trainer_cases import ROWS, assert_same_states, data, loss_of, network, plain_run, snapshot
+from accelerate_cases import closure_for
+from pages import ROOT
+from trainer_cases import BATCHES, ROWS, Run, assert_same_runs, data, network, plain_run, snapshot
 
-from stormplus import StormPlus, scaled_step
+from stormplus import StormPlus
 from stormplus.integrations.accelerate import prepare
-
-BATCHES = 10
-TWICE_BUT_ONCE = 2 * BATCHES - 1
 
 
 @pytest.fixture(autouse=True)
@@ -28,83 +26,15 @@ def _fresh_accelerate():
     GradientState._reset_state()
 
 
-def accelerated(accelerator, dtype=torch.float64, loss=loss_of, micro=1, schedule=None, **options):
-    model = network(dtype)
-    opt = StormPlus(model.parameters())
-    batches = DataLoader(TensorDataset(*data(BATCHES, dtype)), batch_size=ROWS * micro)
-    scheduler = schedule(opt) if schedule else ExponentialLR(opt, 1.0)
-    model, opt, batches, scheduler = prepare(accelerator, model, opt, batches, scheduler)
-    states, evaluations = [], 0
-    for i, (x, y) in enumerate(batches):
-        if i == 0:
-            torch.manual_seed(0)  # torch's loader has drawn a seed for its workers
-
-        def closure():
-            nonlocal evaluations
-            opt.zero_grad()
-            total = 0.0
-            for j, (u, v) in enumerate(zip(x.split(ROWS), y.split(ROWS))):
-                evaluations += 1
-                with nullcontext() if j == micro - 1 else accelerator.no_sync(model):
-                    part = loss(model, u, v) / micro
-                    accelerator.backward(part)
-                total += part.detach()
-            return total
-
-        opt.step(closure, **options)
-        scheduler.step()
-        states.append(snapshot(model))
-    return states, opt, evaluations
-
-
-@pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_equals_the_plain_loop(precision):
-    dtype = {"no": torch.float64, "bf16": torch.float32}[precision]
-    accelerator = Accelerator(cpu=True, mixed_precision=precision)
-
-    def loss(model, x, y):
-        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=precision == "bf16"):
-            output = model(x)
-        return loss_of(lambda _: output.to(dtype), x, y)  # Accelerate's models answer in float32
-
-    states, opt, evaluations = accelerated(
-        accelerator, dtype, schedule=lambda opt: ExponentialLR(opt, 0.9)
-    )
-    expected, plain, _ = plain_run(
-        BATCHES, dtype=dtype, loss=loss, schedule=lambda opt: ExponentialLR(opt, 0.9)
-    )
-    assert_same_states(states, expected)
-    assert evaluations == TWICE_BUT_ONCE
-    assert opt.optimizer.diagnostics() == plain.diagnostics()
-    assert int(states[-1]["1.num_batches_tracked"]) == BATCHES
-
-
-def test_accumulation_inside_the_closure():
-    states, opt, evaluations = accelerated(Accelerator(cpu=True), micro=2)
-    assert_same_states(states, plain_run(BATCHES, accumulate=2)[0])
-    assert evaluations == 2 * (BATCHES - 1)
-    assert opt.optimizer.diagnostics()["grad_evaluations"] == BATCHES - 1
-
-
 def test_accumulation_by_accelerate_is_refused():
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4 drops closures"):
-        accelerated(Accelerator(cpu=True, gradient_accumulation_steps=4))
+        prepare(Accelerator(cpu=True, gradient_accumulation_steps=4))
 
 
 def test_a_closure_that_would_be_dropped_is_refused():
-    accelerator = Accelerator(cpu=True)
-    model = network()
-    model, opt = prepare(accelerator, model, StormPlus(model.parameters()))
-    x, y = data(1)
-    calls = []
-
-    def closure():
-        calls.append(None)
-        opt.zero_grad()
-        loss = loss_of(model, x, y)
-        accelerator.backward(loss)
-        return loss
-
+    accelerator, net = Accelerator(cpu=True), network()
+    model, opt = prepare(accelerator, net, StormPlus(net.parameters()))
+    closure = closure_for(accelerator, model, opt, *data(1))
     accelerator.gradient_state._set_sync_gradients(False)  # as accelerator.accumulate does
     with pytest.raises(RuntimeError, match="drop this closure"):
         opt.step(closure)
@@ -112,7 +42,7 @@ def test_a_closure_that_would_be_dropped_is_refused():
     with pytest.raises(TypeError, match="step\\(\\) needs a closure"):
         opt.step()
     opt.step(closure)
-    assert len(calls) == 1
+    assert net.evaluations == 1
 
 
 def test_without_prepare_the_closure_is_dropped_silently():
@@ -126,91 +56,58 @@ def test_without_prepare_the_closure_is_dropped_silently():
     assert not calls
 
 
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**22], ids=["no overflow", "overflows"])
-def test_fp16_is_scaled_step(scale):
-    # Accelerate has fp16 for other devices only; a scaler for this one is put in by hand.
-    accelerator = Accelerator(cpu=True)
-    accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-
-    def loss(model, x, y):
-        with torch.autocast("cpu", dtype=torch.float16):
-            return loss_of(model, x, y)
-
-    steps = []
-
-    class Counts(ExponentialLR):
-        def step(self, *args):
-            steps.append(None)
-            return super().step(*args)
-
-    states, opt, evaluations = accelerated(
-        accelerator, torch.float32, loss, schedule=lambda opt: Counts(opt, 1.0)
-    )
-    x, y = data(BATCHES, torch.float32)
-    model = network(torch.float32)
-    plain, expected, calls = StormPlus(model.parameters()), [], 0
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    torch.manual_seed(0)
-    for i in range(BATCHES):
-        rows = slice(i * ROWS, (i + 1) * ROWS)
-
-        def closure():
-            nonlocal calls
-            calls += 1
-            plain.zero_grad()
-            value = loss(model, x[rows], y[rows])
-            scaler.scale(value).backward()
-            return value
-
-        scaled_step(plain, scaler, closure, model)
-        expected.append(snapshot(model))
-    assert_same_states(states, expected)
-    assert evaluations == calls
-    taken = int(plain.diagnostics()["step"])
-    assert opt.optimizer.diagnostics() == plain.diagnostics()
-    assert taken == BATCHES if scale == 2.0**10 else 1 < taken < BATCHES
-    assert len(steps) == 1 + taken  # a scheduler steps at its construction, too
+@pytest.mark.parametrize("by_ours", [True, False])
+def test_model_and_optimizer_in_two_calls(by_ours):
+    accelerator, run = Accelerator(cpu=True), Run()
+    run.net = network()
+    run.opt = StormPlus(run.net.parameters())
+    model = prepare(accelerator, run.net) if by_ours else accelerator.prepare(run.net)
+    opt = prepare(accelerator, run.opt)
+    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
+        torch.manual_seed(i)
+        opt.step(closure_for(accelerator, model, opt, x, y))
+        run.states.append(snapshot(run.net))
+    assert_same_runs(run, plain_run(epochs=1))
+    assert int(run.net.body[1].num_batches_tracked) == BATCHES
 
 
-def test_clipping_is_told_once():
-    with pytest.warns(UserWarning, match="two gradients of a sample separately") as told:
-        states, opt, _ = accelerated(Accelerator(cpu=True), max_grad_norm=0.05)
-    assert len(told) == 1
-    expected, _, _ = plain_run(
-        BATCHES, process=lambda model: clip_grad_norm_(model.parameters(), 0.05)
-    )
-    assert_same_states(states, expected)
+def test_an_optimizer_whose_model_is_unknown_is_refused():
+    accelerator, model = Accelerator(cpu=True), network()
+    opt = StormPlus(model.parameters())
+    with pytest.raises(ValueError, match="prepare the model before the optimizer"):
+        prepare(accelerator, opt)
+    prepare(accelerator, network())  # another one
+    with pytest.raises(ValueError, match="no prepared model has a parameter of this StormPlus"):
+        prepare(accelerator, opt)
+    assert not accelerator._optimizers
+    prepare(accelerator, opt, model)
 
 
-def test_save_state_and_load_state(tmp_path):
-    def parts():
-        accelerator = Accelerator(cpu=True)
-        model = network()
-        return accelerator, *prepare(accelerator, model, StormPlus(model.parameters(), lr=0.5))
+def test_an_unverified_setting_is_refused():
+    class Elsewhere:
+        gradient_accumulation_steps = 1
 
-    def train(accelerator, model, opt, batches):
-        x, y = data(BATCHES)
-        for i in batches:
-            rows = slice(i * ROWS, (i + 1) * ROWS)
+        class distributed_type:
+            value = "DEEPSPEED"
 
-            def closure():
-                opt.zero_grad()
-                loss = loss_of(model, x[rows], y[rows])
-                accelerator.backward(loss)
-                return loss
+    with pytest.raises(ValueError, match="DEEPSPEED has not been verified"):
+        prepare(Elsewhere())
 
-            opt.step(closure)
-        return snapshot(model), opt.optimizer.diagnostics()
 
-    torch.manual_seed(3)
-    run = parts()
-    train(*run, range(4))
-    run[0].save_state(str(tmp_path))  # torch's random state included
-    expected, numbers = train(*run, range(4, BATCHES))
-    torch.manual_seed(99)
-    run = parts()
-    run[0].load_state(str(tmp_path))
-    resumed, again = train(*run, range(4, BATCHES))
-    assert_same_states([resumed], [expected])
-    assert again == numbers
-    assert again["grad_evaluations"] == TWICE_BUT_ONCE
+def test_other_optimizers_stay_as_they_are():
+    model = network()
+    _, opt = prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), lr=0.1))
+    assert isinstance(opt.optimizer, torch.optim.SGD)
+    opt.step()  # without a closure, as ever
+
+
+def test_the_example_runs_under_torchrun_in_two_processes():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    out = subprocess.run(
+        [*command, str(ROOT / "examples" / "accelerate_loop.py"), "--epochs", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True, timeout=600,
+    ).stdout  # fmt: skip
+    # each rank has 11 of the 22 batches; rank 0 alone prints
+    assert out.count(f"22 samples, {2 * (2 * 22 - 1)} evaluations") == 1
+    assert "running statistics moved 44 times" in out

@@ -5,14 +5,25 @@ import re
 import sys
 import types
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
-from plain_loop import assert_same_runs, batches, network, plain_run, snapshot
-from torch.nn import functional as F
+from trainer_cases import (
+    BATCHES,
+    ROWS,
+    Run,
+    assert_same_runs,
+    data,
+    loss_of,
+    network,
+    plain_run,
+    snapshot,
+)
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, same_sample
 from stormplus.integrations.factories import register_pytorch_optimizer, register_timm
+from stormplus.torch import BaseOptimizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "factories.md"
 NAMES = {
@@ -51,64 +62,100 @@ def pytorch_optimizer():
     module = pytest.importorskip("pytorch_optimizer")
     registry = sys.modules["pytorch_optimizer.optimizer"].OPTIMIZERS
     before = dict(registry)
+    register_pytorch_optimizer()
     yield module
     registry.clear()
     registry.update(before)
 
 
-def train(model, opt, wrap=lambda closure: closure):
-    snapshots = []
-    for i, (x, y) in enumerate(batches()):
+@pytest.fixture(params=["timm", "pytorch_optimizer"])
+def factory(request):
+    """What the two have in common, under one set of names."""
+    if request.param == "timm":
+        timm = request.getfixturevalue("timm_optim")
+        register_timm()
+        return SimpleNamespace(
+            register=register_timm,
+            names=timm.list_optimizers,
+            kind=timm.get_optimizer_class,
+            make=timm.create_optimizer_v2,
+            ahead=lambda net, name: timm.create_optimizer_v2(net, f"lookahead_{name}", lr=1.0),
+        )
+    other = request.getfixturevalue("pytorch_optimizer")
+    return SimpleNamespace(
+        register=register_pytorch_optimizer,
+        names=other.get_supported_optimizers,
+        kind=other.load_optimizer,
+        make=other.create_optimizer,
+        ahead=lambda net, name: other.create_optimizer(net, name, lr=1.0, use_lookahead=True),
+    )
+
+
+def train(net, opt, wrap=lambda closure: closure):
+    run = Run()
+    names = [name for name in ("optimizer", "_base_optimizer") if hasattr(opt, name)]
+    inner = run.opt = opt if isinstance(opt, BaseOptimizer) else getattr(opt, names[0])
+    run.net = net
+    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
         torch.manual_seed(i)
 
         def closure():
             opt.zero_grad()
-            loss = F.cross_entropy(model(x), y)
+            loss = loss_of(net, x, y)
             loss.backward()
             return loss
 
-        base = opt if isinstance(opt, StormPlus) else opt.optimizer
-        opt.step(same_sample(base, model)(wrap(closure)))
-        snapshots.append(snapshot(model))
-    return snapshots
+        if isinstance(inner, Untuned):
+            closure()
+            opt.step()
+        else:
+            opt.step(same_sample(inner, net)(wrap(closure)))
+        run.states.append(snapshot(net))
+    return run
 
 
-def plain(**options):
-    return plain_run(network(), batches(), each=lambda i, _: torch.manual_seed(i), **options)[0]
-
-
-def decayed(model, decay):
-    """Weight decay for matrices only, as the factories have it."""
-    return [
-        {"params": [p for p in model.parameters() if p.ndim == 1], "weight_decay": 0.0},
-        {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": decay},
-    ]
-
-
-def test_timm_knows_the_names(timm_optim, caplog):
-    register_timm()
-    register_timm()  # again: nothing happens
+def test_the_factory_knows_the_names(factory, caplog):
+    factory.register()  # again: nothing happens
     assert not caplog.records
-    assert set(timm_optim.list_optimizers("*storm*")) == set(NAMES)
+    assert set(NAMES) <= set(factory.names())
     for name, kind in NAMES.items():
-        assert issubclass(timm_optim.get_optimizer_class(name), kind)
-        assert timm_optim.get_optimizer_info(name).description
+        assert factory.kind(name) is kind
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_timm_makes_the_optimizer(timm_optim, name):
+def test_the_run_is_the_plain_loops(factory, name):
+    net = network()
+    run = train(net, factory.make(net, name.upper(), lr=0.5))
+    assert_same_runs(run, plain_run(epochs=1, kind=NAMES[name], lr=0.5))
+    assert net.evaluations == (BATCHES if name == "untuned" else 2 * BATCHES - 1)
+
+
+def test_lookahead_is_refused_to_who_takes_pairs(factory):
+    with pytest.raises(RuntimeError, match="without it"):
+        factory.ahead(network(), "stormplus").step(lambda: None)
+    net = network()
+    run = train(net, factory.ahead(net, "untuned"))
+    assert net.evaluations == run.opt.grad_evaluations == BATCHES
+    others = factory.ahead(net, "adamw")
+    loss_of(net, *data(1)).backward()
+    others.step()
+
+
+def test_a_script_without_a_closure_is_refused(factory):
+    with pytest.raises(TypeError, match="needs a closure"):
+        factory.make(network(), "stormplus").step()
+
+
+# -- timm ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_timm_gives_the_options_that_there_are(timm_optim, name):
     register_timm()
     opt = timm_optim.create_optimizer_v2(network(), name, momentum=0.9, eps=1e-8)
-    assert isinstance(opt, NAMES[name])
+    assert type(opt) is NAMES[name]
     assert opt.param_groups[0]["lr"] == 1.0
-
-
-def test_timm_runs_as_the_plain_loop(timm_optim):
-    register_timm()
-    model = network()
-    opt = timm_optim.create_optimizer_v2(model, "stormplus", lr=0.5)
-    assert_same_runs(train(model, opt), plain(lr=0.5))
-    assert model.evaluations == 2 * len(batches()) - 1
+    assert timm_optim.get_optimizer_info(name).description
 
 
 def test_the_pages_lines_for_timm_run(timm_optim):
@@ -121,46 +168,21 @@ def test_the_pages_lines_for_timm_run(timm_optim):
 
 def test_timm_weight_decay_spares_vectors(timm_optim):
     register_timm()
-    model, other = network(), network()
-    opt = timm_optim.create_optimizer_v2(model, "stormplus", weight_decay=0.1, norm="mean")
-    run = train(model, opt)
-    assert_same_runs(run, train(other, StormPlus(decayed(other, 0.1), norm="mean")))
+    net, other = network(), network()
+    opt = timm_optim.create_optimizer_v2(net, "stormplus", weight_decay=0.1, norm="mean")
+    groups = [
+        {"params": [p for p in other.parameters() if p.ndim == 1], "weight_decay": 0.0},
+        {"params": [p for p in other.parameters() if p.ndim > 1], "weight_decay": 0.1},
+    ]
+    assert_same_runs(train(net, opt), train(other, StormPlus(groups, norm="mean")))
 
 
-def test_timms_lookahead_is_refused(timm_optim):
-    register_timm()
-    opt = timm_optim.create_optimizer_v2(network(), "lookahead_stormplus")
-    with pytest.raises(RuntimeError, match="without it"):
-        opt.step(lambda: None)
-
-
-def test_a_script_without_a_closure_is_refused(timm_optim):
-    register_timm()
-    with pytest.raises(TypeError, match="needs a closure"):
-        timm_optim.create_optimizer_v2(network(), "stormplus").step()
-
-
-def test_pytorch_optimizer_knows_the_names(pytorch_optimizer):
-    register_pytorch_optimizer()
-    register_pytorch_optimizer()
-    assert set(pytorch_optimizer.get_supported_optimizers("*storm*")) == set(NAMES)
-    for name, kind in NAMES.items():
-        assert issubclass(pytorch_optimizer.load_optimizer(name), kind)
-
-
-def test_pytorch_optimizer_runs_as_the_plain_loop(pytorch_optimizer):
-    register_pytorch_optimizer()
-    model = network()
-    opt = pytorch_optimizer.create_optimizer(model, "StormPlus", lr=0.5)
-    assert_same_runs(train(model, opt), plain(lr=0.5))
-    assert model.evaluations == 2 * len(batches()) - 1
+# -- pytorch_optimizer ---------------------------------------------------------------------------
 
 
 def test_pytorch_optimizer_projects_both_gradients(pytorch_optimizer):
-    register_pytorch_optimizer()
-    model, other = network(), network()
-    opt = pytorch_optimizer.create_optimizer(model, "stormplus", lr=0.5, use_orthograd=True)
-    plain_opt = StormPlus(other.parameters(), lr=0.5)
+    net, other = network(), network()
+    opt = pytorch_optimizer.create_optimizer(net, "stormplus", lr=0.5, use_orthograd=True)
     project = pytorch_optimizer.OrthoGrad(torch.optim.SGD(other.parameters()))
 
     def projected(closure):
@@ -171,14 +193,13 @@ def test_pytorch_optimizer_projects_both_gradients(pytorch_optimizer):
 
         return evaluate
 
-    assert_same_runs(train(model, opt), train(other, plain_opt, wrap=projected))
+    plain = train(other, StormPlus(other.parameters(), lr=0.5), wrap=projected)
+    assert_same_runs(train(net, opt), plain)
 
 
-def test_pytorch_optimizers_lookahead_is_refused(pytorch_optimizer):
-    register_pytorch_optimizer()
-    opt = pytorch_optimizer.create_optimizer(network(), "stormplus", use_lookahead=True)
-    with pytest.raises(RuntimeError, match="without it"):
-        opt.step(lambda: None)
+def test_pytorch_optimizer_may_be_asked_to_compile(pytorch_optimizer):
+    opt = pytorch_optimizer.create_optimizer(network(), "stormplus", lr=0.5, compile=True)
+    assert isinstance(opt, StormPlus)  # it looks whether it is given a class
 
 
 @pytest.mark.parametrize(
@@ -187,6 +208,7 @@ def test_pytorch_optimizers_lookahead_is_refused(pytorch_optimizer):
         (register_timm, "timm", "timm"),
         (register_pytorch_optimizer, "pytorch_optimizer", "pytorch-optimizer"),
     ],
+    ids=["timm", "pytorch_optimizer"],
 )
 def test_a_missing_package_is_named(monkeypatch, register, package, extra):
     for name in [name for name in sys.modules if name.split(".")[0] == package]:

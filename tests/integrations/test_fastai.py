@@ -1,123 +1,65 @@
-"""fastai: the learner's run is the plain loop's, step by step."""
+"""fastai: what only its callback does. What trainers share is in `test_trainers.py`."""
 
+import copy
 import importlib
-import subprocess
-import sys
 import warnings
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from fastai_runs import (
-    EPOCHS,
-    SAMPLES,
-    AMPMode,
+
+pytest.importorskip("fastai")
+
+from fastai_cases import (
     Callback,
     CancelBatchException,
     GradientAccumulation,
-    GradientClip,
     MixedPrecision,
     NonNativeMixedPrecision,
     OptimWrapper,
-    ParamScheduler,
-    SchedLin,
-    StormCallback,
-    fitted,
+    SaveModelCallback,
+    Watch,
+    fit,
     learner,
-    seeded,
-    storm,
+    ours,
 )
-from plain_loop import BATCH, assert_same_runs, batches, data, network, plain_run, snapshot
-from torch.nn import functional as F
+from trainer_cases import (
+    BATCHES,
+    ROWS,
+    SAMPLES,
+    assert_same_states,
+    data,
+    hooks_left,
+    plain_run,
+)
 
-from stormplus import SimplifiedStormPlus, StormPlus
+from stormplus import SimplifiedStormPlus, StormPlus, Untuned
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-def test_the_run_is_the_plain_loops(tmp_path):
-    learn, watch = learner(tmp_path, opt_func=storm(lr=0.5))
-    learn.fit(EPOCHS)
-    model = network()
-    plain, opt = plain_run(model, batches(EPOCHS), each=seeded, lr=0.5)
-    assert_same_runs(watch.snapshots, plain)
-    assert learn.model.evaluations == model.evaluations == 2 * SAMPLES - 1
-    assert learn.opt.opt.diagnostics() == opt.diagnostics()
-    assert plain[-1]["body.1.num_batches_tracked"] == SAMPLES
+plain = partial(plain_run, dtype=torch.float32)
 
 
 def test_the_loss_that_metrics_see_is_the_first_evaluations(tmp_path):
-    learn, watch = learner(tmp_path)
+    watch = Watch()
+    learn, _ = learner(tmp_path, watch=watch)
     learn.fit(1)
-    model, before = network(), []
-
-    def each(i, opt):
-        torch.manual_seed(i)
-        state = snapshot(model)
-        x, y = batches()[i]
-        before.append(F.cross_entropy(model(x), y).item())
-        model.load_state_dict(state)
-        torch.manual_seed(i)
-
-    plain_run(model, batches(), each=each)
-    assert watch.seen == before
+    losses = plain(epochs=1).losses
+    assert watch.seen == [losses[0], *losses[1::2]]
 
 
 def test_the_papers_lr_is_the_default_and_fit_may_set_another(tmp_path):
-    learn, _ = fitted(tmp_path, epochs=1)
-    assert learn.lr == learn.opt.opt.param_groups[0]["lr"] == 1.0
-    learn, run = learner(tmp_path, opt_func=storm(SimplifiedStormPlus, norm="mean"))
+    run = fit(tmp_path, epochs=1)
+    assert run.learn.lr == run.opt.param_groups[0]["lr"] == 1.0
+    learn, run = learner(tmp_path, opt_func=ours(SimplifiedStormPlus, norm="mean"))
     learn.fit(1, lr=0.25, wd=0.01)
-    group = learn.opt.opt.param_groups[0]
-    assert type(learn.opt.opt) is SimplifiedStormPlus
+    group = run.opt.param_groups[0]
+    assert type(run.opt) is SimplifiedStormPlus
     assert (group["lr"], group["weight_decay"]) == (0.25, 0.01)
-
-
-def test_clipping_sees_both_gradients(tmp_path):
-    _, run = fitted(tmp_path, GradientClip(0.1))
-    plain, _ = plain_run(network(), batches(EPOCHS), each=seeded, clip=0.1)
-    assert_same_runs(run, plain)
-
-
-def test_schedules_of_the_lr(tmp_path):
-    schedule = SchedLin(1.0, 0.0)
-    _, run = fitted(tmp_path, ParamScheduler({"lr": schedule}))
-
-    def each(i, opt):
-        torch.manual_seed(i)
-        epoch, place = divmod(i, SAMPLES // EPOCHS)
-        pct = epoch / EPOCHS
-        for _ in range(place):  # summed up as fastai does it
-            pct += 1.0 / (SAMPLES // EPOCHS * EPOCHS)
-        opt.param_groups[0]["lr"] = schedule(pct)
-
-    plain, _ = plain_run(network(), batches(EPOCHS), each=each)
-    assert_same_runs(run, plain)
 
 
 def test_schedules_of_a_momentum_are_refused(tmp_path):
     learn, _ = learner(tmp_path)
     with pytest.raises(ValueError, match=r"no hyper-parameter 'mom'.*fit_flat_cos"):
         learn.fit_one_cycle(1)
-
-
-class OnTheCPU(MixedPrecision):
-    """fastai's callback with the device that is here."""
-
-    def before_fit(self):
-        self.autocast = torch.autocast("cpu", dtype=torch.bfloat16)
-        self.learn.scaler = torch.amp.GradScaler("cpu", enabled=False)
-        self.scales = []
-
-
-def test_bf16(tmp_path):
-    learn, run = fitted(tmp_path, OnTheCPU(amp_mode=AMPMode.BF16))
-    plain, _ = plain_run(network(), batches(EPOCHS), each=seeded, autocast=torch.bfloat16)
-    assert_same_runs(run, plain)
-    assert learn.model.evaluations == 2 * SAMPLES - 1
-    full, _ = plain_run(network(), batches(EPOCHS), each=seeded)
-    assert not torch.equal(run[-1]["body.0.weight"], full[-1]["body.0.weight"])
 
 
 def of_fastai_distributed(name):
@@ -131,18 +73,19 @@ def of_fastai_distributed(name):
 @pytest.mark.parametrize(
     ("callback", "message"),
     [
-        (lambda: GradientAccumulation(2 * BATCH), "GradientAccumulation accumulates"),
+        (lambda: GradientAccumulation(2 * ROWS), "GradientAccumulation accumulates"),
         (lambda: MixedPrecision(enabled=False), "use to_bf16"),
         (lambda: object.__new__(NonNativeMixedPrecision), "copy of the parameters"),
         (lambda: of_fastai_distributed("DistributedTrainer"), "DistributedTrainer is not verified"),
         (lambda: of_fastai_distributed("ParallelTrainer"), "random numbers are not replayed"),
     ],
+    ids=["accumulation", "fp16", "non-native fp16", "distributed", "parallel"],
 )
 def test_what_would_go_wrong_is_refused(tmp_path, callback, message):
     made = callback()
     if not isinstance(made, GradientAccumulation):
         made.run = False  # it needs a GPU
-    learn, watch = learner(tmp_path, made)
+    learn, _ = learner(tmp_path, made)
     with pytest.raises(RuntimeError, match=message):
         learn.fit(1)
     assert learn.model.evaluations == 0
@@ -156,7 +99,7 @@ class OwnAccumulation(Callback):
 
 def test_accumulation_of_ones_own_is_refused(tmp_path):
     with pytest.raises(RuntimeError, match="gradients from an earlier batch"):
-        fitted(tmp_path, OwnAccumulation())
+        fit(tmp_path, OwnAccumulation())
 
 
 class Events(Callback):
@@ -171,7 +114,7 @@ class Events(Callback):
 
 def test_which_events_a_batch_fires_twice(tmp_path):
     events = Events()
-    fitted(tmp_path, events, epochs=1)
+    fit(tmp_path, events, epochs=1)
     second = events.seen[events.seen.index("after_batch") + 1 :]
     batch = second[: second.index("after_batch") + 1]
     twice = ["after_pred", "after_loss", "before_backward", "after_backward", "before_step",
@@ -182,13 +125,9 @@ def test_which_events_a_batch_fires_twice(tmp_path):
     )
 
 
-def test_without_the_callback_or_the_wrapper(tmp_path):
-    learn, _ = learner(tmp_path)
-    learn.remove_cb(StormCallback)
-    with pytest.raises(TypeError, match="needs a closure"):
-        learn.fit(1)
-    with pytest.raises(TypeError, match=r"OptimWrapper: pass Learner opt_func=storm"):
-        fitted(tmp_path, opt_func=partial(OptimWrapper, opt=StormPlus))
+def test_without_the_wrapper(tmp_path):
+    with pytest.raises(TypeError, match=r"OptimWrapper: pass Learner opt_func=opt_func"):
+        fit(tmp_path, opt_func=partial(OptimWrapper, opt=StormPlus))
 
 
 def test_predictions_and_validation_need_no_optimizer(tmp_path):
@@ -198,10 +137,135 @@ def test_predictions_and_validation_need_no_optimizer(tmp_path):
     assert len(predictions) == len(data()[0])
 
 
-@pytest.mark.long  # a process of its own imports everything anew
-def test_the_example_runs():
-    out = subprocess.run(
-        [sys.executable, str(EXAMPLES / "fastai_learner.py"), "--epochs", "2"],
-        capture_output=True, text=True, check=True, timeout=300,
-    ).stdout  # fmt: skip
-    assert "42 batches, 83 evaluations, running statistics moved 42 times" in out
+# -- runs that are loaded, cancelled, frozen, and go on ------------------------------------------
+
+
+def test_a_state_that_cannot_be_loaded_is_not_forgotten(tmp_path):
+    fit(tmp_path, epochs=1).learn.save("half")
+    second, _ = learner(tmp_path, opt_func=ours(SimplifiedStormPlus))
+    with pytest.warns(UserWarning, match="Could not load the optimizer state"):
+        second.load("half")
+    with pytest.raises(RuntimeError, match=r"not the optimizer's state.*rule"):
+        second.fit(1)
+    second.opt.clear_state()
+    second.fit(1)
+
+
+def test_the_best_weights_restart_the_estimator(tmp_path):
+    # ends with the best weights loaded, the optimizer's state not
+    run = fit(tmp_path, SaveModelCallback(monitor="train_loss"), epochs=1)
+    before = run.opt.diagnostics()
+    run.learn.remove_cb(SaveModelCallback)
+    run.learn.fit(1)
+    after = run.opt.diagnostics()
+    assert after["step"] == before["step"] + BATCHES
+    assert after["grad_evaluations"] == before["grad_evaluations"] + 2 * BATCHES - 1
+
+
+class Clip(Callback):
+    """Clips the weights at one event of every batch, as long as it is on."""
+
+    order, run_valid, on = 500, False, True
+
+    def __init__(self, event):
+        self.event = event
+
+    def __call__(self, name):
+        if name == self.event and self.on and self.learn.training:
+            with torch.no_grad():
+                for p in self.learn.model.parameters():
+                    p.clamp_(-0.5, 0.5)
+
+
+@pytest.mark.parametrize("event", ["before_batch", "after_step", "after_batch"])
+def test_writing_to_the_weights_at_every_batch_is_refused(tmp_path, event):
+    clip = Clip(event)
+    learn, run = learner(tmp_path, clip)
+    with pytest.raises(RuntimeError, match=r"writes to the parameters at every batch.*Remove"):
+        learn.fit(1)
+    clip.on = False
+    learn.opt.zero_grad()
+    before = run.opt.diagnostics()["step"]
+    learn.fit(1)  # goes on once the cause is gone
+    assert run.opt.diagnostics()["step"] == before + BATCHES
+
+
+class Cancel(Callback):
+    order, run_valid = 500, False
+
+    def __init__(self, evaluation):
+        self.left = evaluation
+
+    def before_step(self):
+        self.left -= 1
+        if self.left == 0:
+            raise CancelBatchException
+
+    def after_cancel_batch(self):
+        self.learn.opt.zero_grad()
+
+
+@pytest.mark.parametrize(("evaluation", "moves"), [(2, False), (3, True)])
+def test_a_batch_cancelled_halfway_is_dropped(tmp_path, evaluation, moves):
+    # Evaluation 1 is the first sample, 2 and 3 are the second's.
+    run = fit(tmp_path, Cancel(evaluation), epochs=1)
+    first, second = run.states[:2]
+    assert torch.equal(first["body.0.weight"], second["body.0.weight"]) != moves
+    assert run.opt.diagnostics()["step"] == BATCHES - 1
+    assert not hooks_left(run.opt)
+
+
+class Fail(Callback):
+    order, run_valid, armed = 500, False, True
+
+    def before_step(self):
+        if self.learn.opt.opt.pending and self.armed:
+            self.armed = False
+            raise ZeroDivisionError("of the user's")
+
+
+def test_an_exception_halfway_leaves_a_learner_that_goes_on(tmp_path):
+    learn, run = learner(tmp_path, Fail())
+    with pytest.raises(ZeroDivisionError):
+        learn.fit(1)
+    learn.opt.zero_grad()
+    learn.fit(1)
+    assert run.opt.diagnostics()["step"] == 1 + BATCHES
+    assert not hooks_left(run.opt)
+
+
+@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
+def test_freezing_begins_anew(tmp_path, kind):
+    def splitter(model):
+        return [list(model.body[:2].parameters()), list(model.body[2:].parameters())]
+
+    learn, run = learner(
+        tmp_path, splitter=splitter, train_bn=False, opt_func=ours(kind), tool=kind is StormPlus
+    )
+    learn.freeze()
+    learn.fit(1)
+    assert torch.equal(run.states[0]["body.0.weight"], run.states[-1]["body.0.weight"])
+    learn.unfreeze()
+    assert run.opt.diagnostics()["step"] == 0
+    learn.fit(1)
+    assert run.opt.grad_evaluations == (2 * BATCHES - 1 if kind is StormPlus else BATCHES)
+
+
+def test_export_keeps_the_state(tmp_path):
+    watch = Watch()
+    learn, run = learner(tmp_path, watch=watch)
+    learn.fit(1)
+    learn.remove_cb(watch)
+    learn.export("learner.pkl")
+    learn.add_cb(Watch(run, BATCHES))
+    learn.fit(1)
+    assert_same_states(run.states, plain().states)
+    assert run.opt.diagnostics()["step"] == SAMPLES
+
+
+def test_a_copy_of_the_optimizer_goes_on(tmp_path):
+    learn = fit(tmp_path, epochs=1).learn
+    wrapper = copy.deepcopy(learn.opt)
+    assert wrapper.opt.state.keys().isdisjoint(learn.opt.opt.state)
+    wrapper.point.restart_if_moved(wrapper.opt)
+    assert wrapper.opt.started

@@ -1,65 +1,40 @@
-"""The trainer's run equals the plain loop, step by step, or is refused."""
+"""Hugging Face: what only the trainer does. What trainers share is in `test_trainers.py`."""
 
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
-from huggingface_cases import OrderedTrainer, Recorder, arguments, bert, run
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import LambdaLR
+from huggingface_cases import Model, OrderedTrainer, Recorder, Rows, arguments, fit
 from torch.utils.data import TensorDataset
-from trainer_cases import ROWS, assert_same_states, data, network, plain_run, snapshot
+from trainer_cases import (
+    BATCHES,
+    ROWS,
+    SAMPLES,
+    Run,
+    assert_same_states,
+    hooks_left,
+    plain_run,
+    snapshot,
+)
+from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
-from stormplus import StormPlus, same_sample, scaled_step
-from stormplus.integrations.huggingface import StormPlusTrainer, unwrapped
+from stormplus import StormPlus, same_sample
+from stormplus.integrations.huggingface import StormPlusTrainer
 
-BATCHES = 10
-TWICE_BUT_ONCE = 2 * BATCHES - 1
-
-
-def bfloat16_loss(model, x, y):
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        return torch.nn.functional.smooth_l1_loss(model(x), y)
+ONE_EPOCH = 2 * BATCHES - 1
 
 
-@pytest.mark.parametrize("bf16", [False, True])
-def test_equals_the_plain_loop(tmp_path, bf16):
-    dtype = torch.float32 if bf16 else torch.float64
-    states, trainer, model = run(
-        tmp_path, BATCHES, dtype, bf16=bf16, lr_scheduler_type="linear", lr=0.5
-    )
-    expected, opt, _ = plain_run(
-        BATCHES, dtype=dtype, lr=0.5, **({"loss": bfloat16_loss} if bf16 else {}),
-        schedule=lambda opt: LambdaLR(opt, lambda step: (BATCHES - step) / BATCHES),
+def bert():
+    torch.manual_seed(0)
+    return BertForSequenceClassification(
+        BertConfig(
+            vocab_size=17, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+            intermediate_size=32, max_position_embeddings=16, num_labels=3,
+            hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
+            attn_implementation="eager",
+        )
     )  # fmt: skip
-    assert_same_states(states, expected)
-    assert model.evaluations == TWICE_BUT_ONCE
-    assert trainer.state.global_step == BATCHES
-    assert int(model.net[1].num_batches_tracked) == BATCHES
-    assert unwrapped(trainer.optimizer).diagnostics() == opt.diagnostics()
-
-
-def test_two_epochs_and_a_second_call_of_train(tmp_path):
-    states, trainer, model = run(tmp_path, BATCHES, num_train_epochs=2)
-    expected, opt, _ = plain_run(BATCHES)
-    assert_same_states(states[:BATCHES], expected)
-    assert model.evaluations == 4 * BATCHES - 1
-    opt = unwrapped(trainer.optimizer)
-    assert not opt._samples
-    assert not opt._optimizer_step_pre_hooks
-    trainer.train()
-    assert model.evaluations == 8 * BATCHES - 1
-
-
-def test_accumulation_covers_all_micro_batches(tmp_path):
-    states, trainer, model = run(tmp_path, BATCHES, gradient_accumulation_steps=4)
-    expected, opt, losses = plain_run(BATCHES, accumulate=4)  # 4, 4 and 2 of them
-    assert_same_states(states, expected)
-    assert model.evaluations == 2 * BATCHES - 4
-    assert trainer.state.global_step == 3
-    assert opt.diagnostics()["grad_evaluations"] == len(losses) == 5
-    assert int(model.net[1].num_batches_tracked) == BATCHES
 
 
 def test_a_small_transformer(tmp_path):
@@ -67,20 +42,19 @@ def test_a_small_transformer(tmp_path):
     tokens = torch.randint(17, (BATCHES * ROWS, 12), generator=draw)
     labels = tokens.float().mean(dim=1).sub(7).clamp(0, 2).long()
     rows = [{"input_ids": t, "labels": y} for t, y in TensorDataset(tokens, labels)]
-    model, plain = bert(), bert()
-    calls = []
-    model.register_forward_hook(lambda *_: calls.append(None))
-    recorder = Recorder(model)
+    run, plain, calls = Run(), bert(), []
+    run.net = bert()
+    run.net.register_forward_hook(lambda *_: calls.append(None))
     trainer = OrderedTrainer(
-        model, arguments(tmp_path), train_dataset=rows, callbacks=[recorder],
-        optimizers=(StormPlus(model.parameters(), lr=0.3), None),
+        run.net, arguments(tmp_path, num_train_epochs=1), train_dataset=rows,
+        callbacks=[Recorder(run)], optimizers=(StormPlus(run.net.parameters(), lr=0.3), None),
     )  # fmt: skip
     trainer.train()
     plain.train()
     opt = StormPlus(plain.parameters(), lr=0.3)
     expected = []
-    torch.manual_seed(0)
     for i in range(BATCHES):
+        torch.manual_seed(i)
         batch = slice(i * ROWS, (i + 1) * ROWS)
 
         def closure():
@@ -91,86 +65,121 @@ def test_a_small_transformer(tmp_path):
 
         opt.step(same_sample(opt, plain)(closure))
         expected.append(snapshot(plain))
-    assert_same_states(recorder.states, expected)
-    assert len(calls) == TWICE_BUT_ONCE
+    assert_same_states(run.states, expected)
+    assert len(calls) == ONE_EPOCH
     moved = expected[-1]["classifier.weight"] - expected[0]["classifier.weight"]
     assert moved.norm() > 1e-3
 
 
-# -- fp16 ----------------------------------------------------------------------------------------
-
-
-def put_scaler(scale):
-    """Accelerate has fp16 for other devices only; a scaler for this one is put in by hand."""
-
-    def setup(trainer):
-        trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-        trainer.accelerator.native_amp = True
-        trainer.accelerator.state._mixed_precision = "fp16"
-
-    return setup
-
-
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**22], ids=["no overflow", "overflows"])
-@pytest.mark.parametrize("clip", [0.0, 0.5])
-@pytest.mark.filterwarnings("ignore:max_grad_norm")
-def test_fp16_is_scaled_step(tmp_path, scale, clip):
-    states, trainer, model = run(
-        tmp_path, BATCHES, torch.float32, setup=put_scaler(scale), max_grad_norm=clip
-    )
-    x, y = data(BATCHES, torch.float32)
-    plain = network(torch.float32)
-    opt, expected, calls = StormPlus(plain.parameters()), [], 0
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    torch.manual_seed(0)
-    for i in range(BATCHES):
-        rows = slice(i * ROWS, (i + 1) * ROWS)
-
-        def closure():
-            nonlocal calls
-            calls += 1
-            opt.zero_grad()
-            with torch.autocast("cpu", dtype=torch.float16):
-                loss = torch.nn.functional.smooth_l1_loss(plain(x[rows]), y[rows])
-            scaler.scale(loss).backward()
-            return loss
-
-        scaled_step(
-            opt, scaler, closure, plain,
-            process=lambda: clip_grad_norm_(plain.parameters(), clip or torch.inf),
-        )  # fmt: skip
-        expected.append(snapshot(plain))
-    assert_same_states(states, expected)
-    assert model.evaluations == calls
-    taken = int(opt.diagnostics()["step"])
-    assert unwrapped(trainer.optimizer).diagnostics() == opt.diagnostics()
-    assert trainer.accelerator.scaler.get_scale() == scaler.get_scale()
-    assert int(model.net[1].num_batches_tracked) == taken
-    assert taken == BATCHES if scale == 2.0**10 else 1 < taken < BATCHES
-
-
-# -- checkpoints ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("accumulate", [1, 2])
 @pytest.mark.parametrize("step", [3, 5, 7])
-def test_resume_is_bit_identical(tmp_path, step, accumulate):
+def test_resume_without_seeds(tmp_path, step, accumulate):
     """The trainer's own order and random numbers: shuffled, unseeded."""
     options = {
         "trainer": StormPlusTrainer,
-        "num_train_epochs": 2 * accumulate,
-        "gradient_accumulation_steps": accumulate,
+        "batches": 5,
+        "epochs": 2 * accumulate,
+        "accumulate": accumulate,
         "lr_scheduler_type": "linear",
         "lr": 0.5,
     }
-    saving = {"save_strategy": "steps", "save_steps": 1}
-    states, whole, model = run(tmp_path, 5, **options, **saving)
+    whole = fit(tmp_path, save_strategy="steps", save_steps=1, **options)
     torch.manual_seed(99)
-    rest, again, resumed = run(tmp_path, 5, resume=str(tmp_path / f"checkpoint-{step}"), **options)
-    assert_same_states(rest, states[step:])
-    steps = whole.state.global_step
-    assert steps == again.state.global_step == len(states)
-    numbers = unwrapped(whole.optimizer).diagnostics()
-    assert unwrapped(again.optimizer).diagnostics() == numbers
-    assert numbers["grad_evaluations"] == 2 * steps - 1
-    assert len(rest) == steps - step
+    rest = fit(tmp_path, resume=str(tmp_path / f"checkpoint-{step}"), **options)
+    assert_same_states(rest.states, whole.states[step:])
+    steps = whole.trainer.state.global_step
+    assert steps == rest.trainer.state.global_step == len(whole.states)
+    assert rest.opt.diagnostics() == whole.opt.diagnostics()
+    assert whole.opt.grad_evaluations == 2 * steps - 1
+
+
+# -- what is said and what is refused ------------------------------------------------------------
+
+
+def made(folder, **options):
+    model = Model()
+    opt = StormPlus(model.parameters())
+    return StormPlusTrainer(model, arguments(folder, **options), optimizers=(opt, None))
+
+
+def test_the_default_of_max_grad_norm_is_told(tmp_path):
+    with pytest.warns(UserWarning, match=r"max_grad_norm=1 clips the two .*the default is 1.0"):
+        made(tmp_path, max_grad_norm=1.0).create_optimizer()
+
+
+def test_the_log_has_the_loss_and_the_diagnostics(tmp_path):
+    run = fit(tmp_path, epochs=1, logging_strategy="steps", logging_steps=3)
+    rows = [row for row in run.trainer.state.log_history if "loss" in row]
+    assert [row["step"] for row in rows] == [3, 6]
+    for name, value in run.opt.diagnostics().items():
+        assert rows[-1][f"stormplus/{name}"] == value
+    # the loss of a step is that of its first evaluation
+    losses = plain_run(epochs=1).losses
+    assert rows[0]["loss"] == pytest.approx((losses[0] + sum(losses[1:5:2])) / 3, rel=1e-3)
+
+
+def test_another_optimizer_is_refused(tmp_path):
+    with pytest.raises(TypeError, match="got AdamW"):
+        StormPlusTrainer(Model(), arguments(tmp_path), train_dataset=Rows(2)).train()
+
+
+def test_an_unverified_setting_is_refused(tmp_path):
+    trainer = made(tmp_path)
+    trainer.args._n_gpu = 2
+    with pytest.raises(ValueError, match="DataParallel has not been verified"):
+        trainer.create_optimizer()
+
+
+def test_by_class_and_options(tmp_path):
+    trainer = StormPlusTrainer(
+        Model(), arguments(tmp_path, num_train_epochs=1), train_dataset=Rows(3),
+        optimizer_cls_and_kwargs=(StormPlus, {"lr": 0.5}),
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.optimizer.optimizer.grad_evaluations == 5
+
+
+# -- weights that are replaced without the optimizer's state -------------------------------------
+
+
+def test_the_best_model_and_a_second_call_of_train(tmp_path):
+    run = fit(
+        tmp_path, epochs=1, eval_dataset=Rows(1),
+        save_strategy="steps", eval_strategy="steps", save_steps=3, eval_steps=3,
+        load_best_model_at_end=True, label_names=["labels"], metric_for_best_model="loss",
+    )  # fmt: skip
+    assert run.trainer.state.best_model_checkpoint
+    assert run.opt.grad_evaluations == ONE_EPOCH
+    numbers = []
+    run.opt.register_step_post_hook(lambda opt, *_: numbers.append(opt.diagnostics()))
+    run.trainer.train()
+    # One gradient for the first sample, at the weights that were loaded.
+    assert run.opt.grad_evaluations == 2 * ONE_EPOCH
+    assert numbers[0]["estimator_norm"] == numbers[0]["grad_norm"]
+    assert numbers[1]["estimator_norm"] != numbers[1]["grad_norm"]
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_weights_with_and_without_the_optimizers_state(tmp_path, alone):
+    run = fit(tmp_path, epochs=1, save_strategy="steps", save_steps=4, save_only_model=alone)
+    run.trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    more = 2 * (BATCHES - 4) - 1 if alone else 0
+    assert run.opt.grad_evaluations == ONE_EPOCH + more
+
+
+class Clips(TrainerCallback):
+    def on_step_end(self, *args, model, **kwargs):
+        with torch.no_grad():
+            model.net.body[0].weight.clamp_(-1, 1)
+
+
+def test_a_callback_that_writes_at_every_step_is_refused(tmp_path):
+    with pytest.raises(RuntimeError, match="writes to the parameters at every batch"):
+        fit(tmp_path, callbacks=[Clips()])
+
+
+def test_a_second_call_of_train_with_accumulation(tmp_path):
+    run = fit(tmp_path, accumulate=2)
+    assert not hooks_left(run.opt)
+    run.trainer.train()
+    assert run.opt.grad_evaluations == 2 * SAMPLES - 1

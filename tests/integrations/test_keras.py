@@ -1,84 +1,60 @@
-"""Keras 3 on torch: the model's run is the plain loop's, step by step."""
+"""Keras 3 on torch: what only it does. What trainers share is in `test_trainers.py`."""
 
-import subprocess
+import importlib.util
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from keras_runs import (
-    EPOCHS,
-    SAMPLES,
-    KerasStorm,
-    StormTraining,
-    TorchInside,
-    cross_entropy,
+
+if importlib.util.find_spec("keras") is None:
+    pytest.skip("keras is not installed", allow_module_level=True)
+
+from keras_cases import (
+    FEATURES,
+    ClosureTraining,
+    KerasOptimizer,
+    Model,
+    compiled,
     fitted,
     keras,
+    keras_distance,
     keras_network,
     plain_keras,
 )
-from plain_loop import (
-    BATCH,
-    CLASSES,
-    FEATURES,
-    assert_same_runs,
-    batches,
-    data,
-    network,
-    plain_run,
-    snapshot,
-)
 from torch import nn
-from torch.nn import functional as F
+from trainer_cases import BATCHES, EPOCHS, ROWS, SAMPLES, assert_same_states, data, distance
 
 from stormplus import SimplifiedStormPlus, StormPlus, same_sample
 
-# Keras's own: it asks torch for a tensor's array in the way of NumPy 1
-pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+BATCH_LIST = list(zip(*(part.split(ROWS) for part in data(dtype=torch.float32))))
 
 
-def test_the_run_is_the_plain_torch_loops():
-    model = TorchInside()
-    run = fitted(model, lambda: snapshot(model.inside.module), learning_rate=0.5)
-    plain_model = network()
-    plain, opt = plain_run(
-        plain_model, batches(EPOCHS), each=lambda i, _: torch.manual_seed(i), lr=0.5
-    )
-    assert_same_runs(run, plain)
-    assert model.inside.module.evaluations == plain_model.evaluations == 2 * SAMPLES - 1
-    assert model.optimizer.torch_optimizer.diagnostics() == opt.diagnostics()
-    assert int(model.optimizer.iterations.numpy()) == SAMPLES
-
-
-def test_keras_layers_with_dropout_and_statistics():
-    model, other = keras_network(), keras_network()
-    run = fitted(model)
-    plain, evaluations, opt = plain_keras(other)
-    assert_same_runs(run, plain)
-    assert evaluations == 2 * SAMPLES - 1
-    assert model.optimizer.torch_optimizer.diagnostics() == opt.diagnostics()
-
-
-class Sequential(StormTraining, keras.Sequential):
+class Sequential(ClosureTraining, keras.Sequential):
     pass
 
 
-def test_sequential_models():
-    model, other = keras_network(), keras_network()
-    run = fitted(Sequential([keras.Input((FEATURES,)), *model.layers[1:]]))
-    assert_same_runs(run, plain_keras(other)[0])
+def test_keras_layers_with_dropout_and_statistics():
+    run, plain = fitted(keras_network()), plain_keras(keras_network())
+    assert_same_states(run.states, plain.states)
+    assert run.opt.diagnostics() == plain.opt.diagnostics()
+    assert run.opt.grad_evaluations == 2 * SAMPLES - 1
+    assert int(run.trainer.optimizer.iterations.numpy()) == SAMPLES
+    sequential = Sequential([keras.Input((FEATURES,)), *keras_network().layers[1:]])
+    assert_same_states(fitted(sequential).states, plain.states)
+
+
+def test_mixed_bfloat16():
+    run = fitted(keras_network(dtype="mixed_bfloat16"))
+    assert_same_states(run.states, plain_keras(keras_network(dtype="mixed_bfloat16")).states)
+    assert run.states[-1]["0"].dtype == torch.float32
 
 
 def test_each_batch_is_evaluated_twice_and_counted_once():
-    model = keras_network()
-    calls = []
+    model, calls = keras_network(), []
     model.compile(
-        optimizer=KerasStorm(),
-        loss=lambda y, out: calls.append(1) or cross_entropy(y, out),
+        optimizer=KerasOptimizer(),
+        loss=lambda y, out: calls.append(1) or keras_distance(y, out),
     )
     seeds = [layer.seed_generator.state for layer in model.layers[5:6]]
     before = [v.numpy()[1] for v in seeds]
@@ -94,33 +70,32 @@ def test_keras_layers_against_torch_layers():
     dense, norm, last = model.layers[1], model.layers[2], model.layers[6]
     torch_model = nn.Sequential(
         nn.Linear(FEATURES, 8), nn.BatchNorm1d(8, eps=norm.epsilon, momentum=1 - norm.momentum),
-        nn.Tanh(), nn.Linear(8, CLASSES),
+        nn.Tanh(), nn.Linear(8, 1),
     )  # fmt: skip
     with torch.no_grad():
         for mine, theirs in ((dense, torch_model[0]), (last, torch_model[3])):
             theirs.weight.copy_(mine.kernel.value.T)
             theirs.bias.copy_(mine.bias.value)
-    run = fitted(model)
+    states = fitted(model).states
     opt = StormPlus(torch_model.parameters())
-    for i, (x, y) in enumerate(batches(EPOCHS)):
+    for (x, y), state in zip(BATCH_LIST * EPOCHS, states, strict=True):
 
         def closure():
             opt.zero_grad()
-            loss = F.cross_entropy(torch_model(x), y)
+            loss = distance(torch_model(x), y)
             loss.backward()
             return loss
 
         opt.step(same_sample(opt, torch_model)(closure))
-        kernel, mean = run[i]["0"], run[i]["4"]
-        torch.testing.assert_close(kernel, torch_model[0].weight.T, rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(mean, torch_model[1].running_mean, rtol=1e-4, atol=1e-5)
+        for mine, theirs in (("0", torch_model[0].weight.T), ("4", torch_model[1].running_mean)):
+            torch.testing.assert_close(state[mine], theirs, rtol=1e-4, atol=1e-5)
 
 
 def test_random_numbers_without_a_seed_generator_are_replayed():
-    class Noisy(StormTraining, keras.Model):
+    class Noisy(ClosureTraining, keras.Model):
         def __init__(self):
             super().__init__()
-            self.dense = keras.layers.Dense(CLASSES)
+            self.dense = keras.layers.Dense(1)
             self.noise = []
 
         def call(self, x, training=False):
@@ -130,57 +105,161 @@ def test_random_numbers_without_a_seed_generator_are_replayed():
             return self.dense(x + noise)
 
     model = Noisy()
-    model(data()[0][:BATCH])
+    model(BATCH_LIST[0][0])
     fitted(model, epochs=1)
     pairs = list(zip(model.noise[1::2], model.noise[2::2]))
-    assert len(pairs) == SAMPLES // EPOCHS - 1
+    assert len(pairs) == BATCHES - 1
     assert all(torch.equal(*pair) for pair in pairs)
     assert not torch.equal(pairs[0][0], pairs[1][0])
 
 
 def test_the_loss_reported_is_the_first_evaluations():
-    model, other = keras_network(), keras_network()
-    model.compile(optimizer=KerasStorm(), loss=cross_entropy)
-    x, y = batches()[0]
+    model, other = compiled(keras_network()), keras_network()
+    x, y = BATCH_LIST[0]
     for i in range(2):
         torch.manual_seed(i)
         value = model.train_on_batch(x, y)
         torch.manual_seed(i)
-        expected = cross_entropy(y, other(x, training=True)).item()
+        expected = keras_distance(y, other(x, training=True)).item()
         np.testing.assert_allclose(value, expected, rtol=1e-6)
         other.set_weights(model.get_weights())
         model.reset_metrics()
 
 
-def test_schedules_and_the_other_optimizers():
+def test_schedules_of_keras_and_the_other_optimizers():
     schedule = keras.optimizers.schedules.PolynomialDecay(1.0, SAMPLES, 0.0)
-    model = keras_network()
-    fitted(model, learning_rate=schedule, method="SimplifiedStormPlus", norm="mean")
-    opt = model.optimizer.torch_optimizer
+    opt = fitted(
+        keras_network(), learning_rate=schedule, method="SimplifiedStormPlus", norm="mean"
+    ).opt
     assert type(opt) is SimplifiedStormPlus
     assert opt.param_groups[0]["lr"] == pytest.approx(1 / SAMPLES)
-
-    model = keras_network()
     halve = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5**epoch)
-    fitted(model, callbacks=[halve])
-    assert model.optimizer.torch_optimizer.param_groups[0]["lr"] == 0.5
+    assert fitted(keras_network(), callbacks=[halve]).opt.param_groups[0]["lr"] == 0.5
 
 
-# Without a seed generator: Keras itself does not save where those stand.
+# -- weights and states --------------------------------------------------------------------------
 
 
-def test_mixed_bfloat16():
-    model, other = (keras_network(dtype="mixed_bfloat16") for _ in range(2))
-    run = fitted(model)
-    plain, _, _ = plain_keras(other)
-    assert_same_runs(run, plain)
-    assert run[-1]["0"].dtype == torch.float32
+def test_another_methods_state_is_refused(tmp_path):
+    fitted(keras_network(), epochs=1).trainer.save_weights(tmp_path / "half.weights.h5")
+    second = compiled(keras_network(), "SimplifiedStormPlus")
+    second.optimizer.build(second.trainable_variables)
+    with pytest.raises(ValueError, match="saved with rule"):
+        second.load_weights(tmp_path / "half.weights.h5")
 
 
-@pytest.mark.long  # a process of its own imports everything anew
-def test_the_example_runs():
-    out = subprocess.run(
-        [sys.executable, str(EXAMPLES / "keras_model.py"), "--epochs", "2"],
-        capture_output=True, text=True, check=True, timeout=300,
-    ).stdout  # fmt: skip
-    assert "44 batches, 87 evaluations" in out
+def test_weights_set_from_outside_restart_the_estimator():
+    model = keras_network()
+    opt = fitted(model, epochs=1).opt
+    model.set_weights(keras_network(seed=1).get_weights())
+    fitted(model, epochs=1)
+    assert opt.grad_evaluations == 2 * (2 * BATCHES - 1)
+
+
+class Clip(keras.callbacks.Callback):
+    """Clips the weights after every batch, as long as it is on."""
+
+    on = True
+
+    def on_train_batch_end(self, batch, logs=None):
+        for variable in self.model.trainable_variables if self.on else ():
+            variable.assign(keras.ops.clip(variable, -0.5, 0.5))
+
+
+def test_writing_to_the_weights_at_every_batch_is_refused():
+    model, clip = keras_network(), Clip()
+    with pytest.raises(RuntimeError, match=r"writes to the parameters at every batch.*Remove"):
+        fitted(model, callbacks=[clip])
+    clip.on = False
+    opt = model.optimizer.torch_optimizer
+    before = opt.grad_evaluations
+    fitted(model, epochs=1, callbacks=[clip])  # goes on once the cause is gone
+    assert opt.grad_evaluations - before == 2 * BATCHES - 1
+
+
+# -- what is refused -----------------------------------------------------------------------------
+
+
+def test_constraints_of_layers_are_refused():
+    x = keras.Input((FEATURES,))
+    dense = keras.layers.Dense(1, kernel_constraint=keras.constraints.NonNeg(), name="bound")
+    with pytest.raises(ValueError, match=r"bound/kernel has the constraint NonNeg.*regularizer"):
+        fitted(Model(x, dense(x)))
+    model = Model(x, dense(x))
+    dense.trainable = False  # no step touches it
+    model = Model(x, keras.layers.Dense(1)(model(x)))
+    assert len(fitted(model, epochs=1).states) == BATCHES
+
+
+def test_exclude_from_weight_decay_is_refused():
+    optimizer = KerasOptimizer(weight_decay=0.1)
+    with pytest.raises(RuntimeError, match=r"var_names=\['bias'\].*parameter groups"):
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+
+
+def test_mixed_float16_is_refused():
+    model = keras_network(dtype="mixed_float16")
+    model.dtype_policy = keras.DTypePolicy("mixed_float16")
+    with pytest.raises(TypeError, match=r"LossScaleOptimizer.*mixed_bfloat16"):
+        fitted(compiled(model))
+
+
+def test_another_optimizer_is_refused():
+    model = keras_network()
+    model.compile(optimizer="adam", loss=keras_distance)
+    with pytest.raises(TypeError, match="got Adam"):
+        fitted(model)
+
+
+def test_compiling_the_training_step_is_refused():
+    model = keras_network()
+    model.compile(optimizer=KerasOptimizer(), loss=keras_distance, jit_compile=True)
+    with pytest.raises(ValueError, match="fused=True"):
+        fitted(model)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("clipnorm", 1.0),
+        ("clipvalue", 1.0),
+        ("global_clipnorm", 1.0),
+        ("use_ema", True),
+        ("gradient_accumulation_steps", 2),
+        ("loss_scale_factor", 2.0),
+    ],
+)
+def test_keras_own_options_are_refused(option, value):
+    with pytest.raises(ValueError, match=f"{option}=.*is not supported: use"):
+        KerasOptimizer(**{option: value})
+
+
+@pytest.mark.parametrize("method", ["Adam", "PairedOptimizer"])
+def test_wrong_names_are_refused(method):
+    with pytest.raises(ValueError, match=f"StormPlus, .*Untuned, got '{method}'"):
+        KerasOptimizer(method)
+
+
+def test_layers_that_join_are_refused():
+    with pytest.raises(RuntimeError, match="not built yet"):
+        _ = KerasOptimizer().torch_optimizer
+    model = keras_network()
+    model.layers[1].trainable = False
+    fitted(model, epochs=1)
+    model.layers[1].trainable = True
+    with pytest.raises(ValueError, match="Unknown variable"):
+        fitted(model, epochs=1)
+
+
+def test_another_backend_is_refused(monkeypatch):
+    monkeypatch.setattr(keras.backend, "backend", lambda: "jax")
+    with pytest.raises(RuntimeError, match="'jax': set the environment variable KERAS_BACKEND"):
+        importlib.reload(sys.modules[KerasOptimizer.__module__])
+
+
+def test_a_missing_backend_is_named(monkeypatch):
+    name = KerasOptimizer.__module__
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "keras.src.random.seed_generator", None)
+    with pytest.raises(ModuleNotFoundError, match=r"KERAS_BACKEND.*pip install 'stormplus\[keras"):
+        importlib.import_module(name)

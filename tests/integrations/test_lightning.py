@@ -1,199 +1,448 @@
-"""Lightning's run equals the plain loop, step by step, in every mode that is not refused."""
+"""Lightning: what only its callback does. What trainers share is in `test_trainers.py`."""
+
+import re
 
 import pytest
 import torch
 
 pytest.importorskip("lightning")
 
-from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning_cases import Module, autocast_loss, loader, run, trainer
-from torch.nn.utils import clip_grad_norm_
-from torch.optim.lr_scheduler import ExponentialLR
-from trainer_cases import ROWS, assert_same_states, data, network, plain_run, snapshot
+from lightning.pytorch.callbacks import (
+    GradientAccumulationScheduler,
+    ModelCheckpoint,
+    StochasticWeightAveraging,
+)
+from lightning.pytorch.loggers.logger import Logger
+from lightning.pytorch.plugins.precision import Precision
+from lightning_cases import Manual, Module, Recorder, half_plugin, loader, run, trainer
+from torch.utils.data import DataLoader, TensorDataset
+from trainer_cases import (
+    BATCHES,
+    ROWS,
+    assert_same_runs,
+    assert_same_states,
+    data,
+    loss_of,
+    plain_run,
+)
 
-from stormplus import StormPlus, scaled_step
+from stormplus import StormPlus, same_sample
+from stormplus.integrations.lightning import StormPlusCallback, check
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec"),
-]
-
-BATCHES = 10
 TWICE_BUT_ONCE = 2 * BATCHES - 1
 
 
-def decay(opt):
-    return ExponentialLR(opt, 0.9)
-
-
-@pytest.mark.parametrize(
-    ("precision", "dtype", "loss"),
-    [
-        ("32-true", torch.float32, {}),
-        ("64-true", torch.float64, {}),
-        ("bf16-mixed", torch.float32, {"loss": autocast_loss(torch.bfloat16)}),
-    ],
-)
-def test_equals_the_plain_loop(precision, dtype, loss):
-    module = Module(dtype, decay, lr=0.5)
-    states, fit = run(module, loader(BATCHES, dtype), precision=precision)
-    expected, opt, losses = plain_run(BATCHES, dtype=dtype, lr=0.5, schedule=decay, **loss)
-    assert_same_states(states, expected)
-    assert module.evaluations == TWICE_BUT_ONCE == len(losses)
+def test_double_precision():
+    done, fit = run(Module(), loader(), precision="64-true")
+    assert_same_runs(done, plain_run(epochs=1))
     assert fit.global_step == BATCHES
-    assert int(module.net[1].num_batches_tracked) == BATCHES
-    assert fit.optimizers[0].diagnostics() == opt.diagnostics()
 
 
-def test_two_epochs():
-    module = Module()
-    states, fit = run(module, loader(BATCHES), epochs=2)
-    assert_same_states(states, plain_run(BATCHES, epochs=2)[0])
-    assert (module.evaluations, fit.global_step) == (4 * BATCHES - 1, 2 * BATCHES)
+# -- fp16 and accumulation -----------------------------------------------------------------------
 
 
-def test_without_the_callback_statistics_move_twice():
-    module = Module()
-    trainer().fit(module, loader(BATCHES))
-    assert int(module.net[1].num_batches_tracked) == TWICE_BUT_ONCE
+class Spoiled(Module):
+    spoiled = ()
 
-
-# -- fp16 ----------------------------------------------------------------------------------------
-
-
-def half(scale):
-    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
-
-
-def plain_half(scale, process=None):
-    x, y = data(BATCHES, torch.float32)
-    model = network(torch.float32)
-    opt = StormPlus(model.parameters())
-    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
-    states, evaluations = [], 0
-    torch.manual_seed(0)
-    for i in range(BATCHES):
-        rows = slice(i * ROWS, (i + 1) * ROWS)
-
-        def closure():
-            nonlocal evaluations
-            evaluations += 1
-            opt.zero_grad()
-            loss = autocast_loss(torch.float16)(model, x[rows], y[rows])
-            scaler.scale(loss).backward()
-            return loss
-
-        scaled_step(
-            opt, scaler, closure, model, process=process and (lambda: process(model.parameters()))
-        )
-        states.append(snapshot(model))
-    return states, opt, evaluations, scaler
-
-
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**22], ids=["no overflow", "overflows"])
-@pytest.mark.parametrize("clip", [None, 0.5])
-@pytest.mark.filterwarnings("ignore:gradient clipping")
-def test_fp16_is_scaled_step(scale, clip):
-    module, plugin = Module(torch.float32), half(scale)
-    states, fit = run(
-        module, loader(BATCHES, torch.float32), plugins=[plugin], gradient_clip_val=clip
-    )
-    expected, opt, evaluations, scaler = plain_half(
-        scale, clip and (lambda parameters: clip_grad_norm_(parameters, clip))
-    )
-    assert_same_states(states, expected)
-    assert module.evaluations == evaluations
-    assert plugin.scaler.get_scale() == scaler.get_scale()
-    assert fit.optimizers[0].diagnostics() == opt.diagnostics()
-    taken = int(opt.diagnostics()["step"])
-    assert int(module.net[1].num_batches_tracked) == taken
-    assert taken == BATCHES if scale == 2.0**10 else 1 < taken < BATCHES
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        return loss * torch.inf if self.net.evaluations in self.spoiled else loss
 
 
 def test_fp16_overflow_in_the_second_evaluation():
-    def spoiled(module, calls):
-        class Spoiled(type(module)):
-            def training_step(self, batch, batch_idx):
-                loss = super().training_step(batch, batch_idx)
-                # evaluations 1, 2-3, 4-5: the fifth is the second one of the third sample
-                return loss * torch.inf if self.evaluations in calls else loss
-
-        module.__class__ = Spoiled
-        return module
-
-    module = spoiled(Module(torch.float32), {5})
-    states, fit = run(module, loader(BATCHES, torch.float32), plugins=[half(1024.0)])
-    assert module.evaluations == TWICE_BUT_ONCE + 1  # repeated once, at half the scale
-    assert fit.optimizers[0].diagnostics()["step"] == BATCHES
-    assert int(module.net[1].num_batches_tracked) == BATCHES
-    expected = plain_half(512.0)[0]  # a power of two only shifts exponents
-    for ours, theirs in zip(states, expected):
+    module = Spoiled(torch.float32)
+    module.spoiled = {5}  # evaluations 1, 2-3, 4-5: the second one of the third sample
+    done, _ = run(module, loader(dtype=torch.float32), plugins=[half_plugin(1024.0)])
+    assert module.net.evaluations == TWICE_BUT_ONCE + 1  # repeated once, at half the scale
+    assert done.opt.diagnostics()["step"] == BATCHES
+    assert int(module.net.body[1].num_batches_tracked) == BATCHES
+    # a power of two only shifts exponents
+    expected = plain_run(epochs=1, scale=512.0, half=torch.float16, dtype=torch.float32).states
+    for ours, theirs in zip(done.states, expected, strict=True):
         for name in theirs:
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-5)
 
-    module = spoiled(Module(torch.float32), range(5, 100))
+    module = Spoiled(torch.float32)
+    module.spoiled = range(5, 100)
     with pytest.raises(FloatingPointError, match="overflowed 20 times"):
-        run(module, loader(BATCHES, torch.float32), plugins=[half(1024.0)])
+        run(module, loader(dtype=torch.float32), plugins=[half_plugin(1024.0)])
     assert "training_step" not in vars(module)
 
 
 def test_fp16_without_the_callback_is_refused():
     with pytest.raises(TypeError, match="needs a closure"):
-        trainer(plugins=[half(1024.0)]).fit(Module(torch.float32), loader(BATCHES, torch.float32))
-
-
-# -- accumulation --------------------------------------------------------------------------------
-
-
-def test_accumulation_covers_all_micro_batches():
-    module = Module()
-    states, fit = run(module, loader(BATCHES), accumulate_grad_batches=4)
-    expected, opt, losses = plain_run(BATCHES, accumulate=4, divisor=4)  # 4, 4 and 2 of them
-    assert_same_states(states, expected)
-    assert module.evaluations == 2 * BATCHES - 4
-    assert fit.global_step == 3
-    assert opt.diagnostics()["grad_evaluations"] == len(losses) == 5
-    assert int(module.net[1].num_batches_tracked) == BATCHES
+        trainer(plugins=[half_plugin(1024.0)]).fit(
+            Module(torch.float32), loader(dtype=torch.float32)
+        )
 
 
 def test_accumulation_without_the_callback_is_another_run():
     module = Module()
-    fit = trainer(accumulate_grad_batches=4)
-    fit.fit(module, loader(BATCHES))
-    assert module.evaluations == BATCHES + 2  # only the last micro-batch is seen twice
-    expected = plain_run(BATCHES, accumulate=4, divisor=4)[0][-1]
-    assert not torch.allclose(module.net[0].weight, expected["0.weight"], rtol=1e-3)
+    trainer(accumulate_grad_batches=2).fit(module, loader())
+    assert module.net.evaluations == BATCHES + 2  # only the last micro-batch is seen twice
+    expected = plain_run(epochs=1, accumulate=2).states[-1]
+    assert not torch.allclose(module.net.body[0].weight, expected["body.0.weight"], rtol=1e-3)
 
 
 def test_accumulation_in_fp16_and_by_a_scheduler():
     module = Module(torch.float32)
-    states, _ = run(
-        module, loader(BATCHES, torch.float32), plugins=[half(1024.0)], accumulate_grad_batches=5
-    )
-    expected, _, _ = plain_run(
-        BATCHES, accumulate=5, dtype=torch.float32, loss=autocast_loss(torch.float16)
-    )
-    assert module.evaluations == 15
-    for name, value in expected[-1].items():  # without a scale small gradients are lost
-        torch.testing.assert_close(states[-1][name], value, rtol=1e-2, atol=1e-3)
+    done, _ = run(
+        module, loader(dtype=torch.float32), plugins=[half_plugin(1024.0)],
+        accumulate_grad_batches=3,
+    )  # fmt: skip
+    plain = plain_run(epochs=1, accumulate=3, half=torch.float16, dtype=torch.float32)
+    assert module.net.evaluations == plain.net.evaluations == 9
+    for name, value in plain.states[-1].items():  # without a scale small gradients are lost
+        torch.testing.assert_close(done.states[-1][name], value, rtol=1e-2, atol=1e-3)
 
     module = Module()
-    scheduled = GradientAccumulationScheduler({0: 1, 1: 5})
-    states, _ = run(module, loader(BATCHES), scheduled, epochs=2)
-    assert_same_states(states[:BATCHES], plain_run(BATCHES)[0])
-    assert module.evaluations == TWICE_BUT_ONCE + 2 * BATCHES
+    done, _ = run(module, loader(), GradientAccumulationScheduler({0: 1, 1: 3}), epochs=2)
+    assert_same_states(done.states[:BATCHES], plain_run(epochs=1).states)
+    assert module.net.evaluations == TWICE_BUT_ONCE + 2 * BATCHES
 
 
-# -- clipping ------------------------------------------------------------------------------------
+# -- logs ----------------------------------------------------------------------------------------
 
 
-def test_clipping_is_told_once_and_applies_to_both_gradients():
-    with pytest.warns(UserWarning, match="two gradients of a sample separately") as told:
-        states, _ = run(Module(), loader(BATCHES), gradient_clip_val=0.05)
-    assert len([w for w in told if "separately" in str(w.message)]) == 1
-    expected, opt, _ = plain_run(
-        BATCHES, process=lambda model: clip_grad_norm_(model.parameters(), 0.05)
+class Kept(Logger):
+    name, version = "kept", 0
+
+    def __init__(self):
+        super().__init__()
+        self.rows = []
+
+    def log_metrics(self, metrics, step=None):
+        self.rows.append((step, metrics))
+
+    def log_hyperparams(self, *_):
+        pass
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_logs_and_metrics_count_each_sample_once(accumulate):
+    module = Module()
+    _, fit = run(module, loader(), accumulate_grad_batches=accumulate)
+    # The first window is evaluated once, each later one twice; the last evaluation counts.
+    kept = module.losses[:accumulate]
+    for start in range(accumulate, len(module.losses), 2 * accumulate):
+        kept += module.losses[start + accumulate : start + 2 * accumulate]
+    assert len(kept) == BATCHES
+    mean = sum(kept) / BATCHES
+    assert float(fit.callback_metrics["loss_epoch"]) == pytest.approx(mean, rel=1e-6)
+    assert float(fit.callback_metrics["mean"]) == pytest.approx(mean, rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_means_of_an_epoch_weigh_each_batch_with_its_own_size(accumulate):
+    class Sizes(Module):
+        def training_step(self, batch, batch_idx):
+            self.log("size", float(len(batch[0])), on_epoch=True)
+            return super().training_step(batch, batch_idx)
+
+    sizes = [ROWS] * 3 + [ROWS // 2]
+    rows = TensorDataset(*(part[: sum(sizes)] for part in data(4)))
+    _, fit = run(Sizes(), DataLoader(rows, batch_size=ROWS), accumulate_grad_batches=accumulate)
+    expected = sum(size * size for size in sizes) / sum(sizes)
+    assert float(fit.callback_metrics["size_epoch"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_the_training_step_keeps_it_keeps_of_both_evaluations(accumulate):
+    class Keeps(Module):
+        def __init__(self):
+            super().__init__()
+            self.counted = []
+
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            opt = self.optimizers(use_pl_optimizer=False)
+            if not opt.started or opt.pending:
+                self.counted.append(loss.item())
+            return loss
+
+    module = Keeps()
+    _, fit = run(module, loader(4), accumulate_grad_batches=accumulate)
+    assert (len(module.losses), len(module.counted)) == (8 - accumulate, 4)
+    mean = sum(module.counted) / 4
+    assert float(fit.callback_metrics["loss_epoch"]) == pytest.approx(mean, rel=1e-6)
+
+
+def test_diagnostics_are_logged():
+    kept = Kept()
+    done, _ = run(Module(), loader(), logger=kept, log_every_n_steps=3)
+    rows = [(step, row) for step, row in kept.rows if "stormplus/gain" in row]
+    assert [step for step, _ in rows] == [2, 5]
+    for name, value in done.opt.diagnostics().items():
+        assert rows[-1][1][f"stormplus/{name}"] == pytest.approx(value, rel=1e-6)
+    _, fit = run(Module(), loader(), callback=StormPlusCallback(log=False), log_every_n_steps=1)
+    assert not any(name.startswith("stormplus/") for name in fit.callback_metrics)
+
+
+# -- the user's own hooks ------------------------------------------------------------------------
+
+
+class Drops(Module):
+    def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+        optimizer_closure()  # harmless with most optimizers, and drops the closure
+        optimizer.step()
+
+
+def test_an_optimizer_step_of_the_users_own():
+    done, _ = run(Drops(), loader())
+    assert_same_runs(done, plain_run(epochs=1))
+
+    class Never(Module):
+        def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
+            optimizer.step()
+
+    with pytest.raises(RuntimeError, match="no training step has been evaluated"):
+        run(Never(), loader())
+
+
+@pytest.mark.filterwarnings("ignore:.*returned `None`")
+def test_a_skipped_sample_leaves_no_trace():
+    class Skips(Module):
+        def training_step(self, batch, batch_idx):
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx in (0, 4) else loss
+
+    module = Skips()
+    done, _ = run(module, loader())
+    assert done.opt.diagnostics()["step"] == BATCHES - 2
+    assert module.net.evaluations == 2 + 2 * (BATCHES - 2) - 1
+    assert int(module.net.body[1].num_batches_tracked) == BATCHES - 2
+    for name, value in done.states[3].items():
+        assert torch.equal(done.states[4][name], value)
+
+
+def test_a_failed_evaluation_leaves_the_module_as_it_was():
+    module = Module()
+    module.net.fails_at = 7
+    with pytest.raises(OSError, match="a broken disc"):
+        run(module, loader())
+    assert not {"training_step", "optimizer_step", "log"} & set(vars(module))
+
+
+# -- checkpoints ---------------------------------------------------------------------------------
+
+EPOCHS = 3
+
+
+class StatefulLoader:
+    """What Lightning asks for to resume in the middle of an epoch."""
+
+    def __init__(self):
+        self.x, self.y = data()
+        self.next = 0
+
+    def __len__(self):
+        return BATCHES
+
+    def __iter__(self):
+        torch.rand(3)  # as torch's loader, which draws the seed of its workers
+        for i in range(self.next, BATCHES):
+            self.next = (i + 1) % BATCHES
+            yield self.x[i * ROWS : (i + 1) * ROWS], self.y[i * ROWS : (i + 1) * ROWS]
+
+    def state_dict(self):
+        return {"next": self.next}
+
+    def load_state_dict(self, state):
+        self.next = state["next"]
+
+
+def shuffled():
+    return loader(shuffle=True)
+
+
+BY_EPOCH = {"every_n_epochs": 1, "save_on_train_epoch_end": True}
+BY_STEP = {"every_n_train_steps": 1}
+
+
+def unseeded(folder, make_loader, every, step=None, accumulate=1, generators=()):
+    """The random numbers of a batch depend on all that were drawn before."""
+    path = None if step is None else folder / f"step={step}.ckpt"
+    seed = 7 if path is None else 12345
+    module = Module(seeded=False, lr=0.5, replay_rng=list(generators) or True)
+    torch.manual_seed(seed)
+    recorder = Recorder()
+    saver = ModelCheckpoint(folder, save_top_k=-1, filename="{step}", **every)
+    fit = trainer(
+        StormPlusCallback(), saver, recorder, epochs=EPOCHS, enable_checkpointing=True,
+        accumulate_grad_batches=accumulate,
+    )  # fmt: skip
+    fit.fit(module, make_loader(), ckpt_path=path, weights_only=True)
+    assert fit.global_step == EPOCHS * BATCHES // accumulate
+    return recorder.run
+
+
+@pytest.mark.parametrize(
+    ("step", "make_loader", "every", "accumulate"),
+    [
+        (BATCHES, shuffled, BY_EPOCH, 1),
+        (2 * BATCHES, shuffled, BY_EPOCH, 1),
+        (1, StatefulLoader, BY_STEP, 1),
+        (8, StatefulLoader, BY_STEP, 1),
+        (12, StatefulLoader, BY_STEP, 1),
+        (15, StatefulLoader, BY_STEP, 1),
+        (4, StatefulLoader, BY_STEP, 2),
+    ],
+    ids=["epoch 1", "epoch 2", "step 1", "step 8", "step 12", "step 15", "accumulated"],
+)
+def test_resume_without_seeds(tmp_path, step, make_loader, every, accumulate):
+    whole = unseeded(tmp_path, make_loader, every, accumulate=accumulate)
+    rest = unseeded(tmp_path, make_loader, every, step, accumulate)
+    assert_same_states(rest.states, whole.states[step:])
+    assert rest.opt.diagnostics() == whole.opt.diagnostics()
+    assert rest.net.evaluations == 2 * accumulate * (len(whole.states) - step)
+
+
+def test_without_the_random_state_the_masks_would_differ(tmp_path):
+    whole = unseeded(tmp_path, StatefulLoader, BY_STEP)
+    checkpoint = torch.load(tmp_path / "step=8.ckpt", weights_only=True)
+    del checkpoint["stormplus"]
+    torch.save(checkpoint, tmp_path / "step=8.ckpt")
+    rest = unseeded(tmp_path, StatefulLoader, BY_STEP, 8)
+    assert not torch.equal(rest.states[-1]["body.0.weight"], whole.states[-1]["body.0.weight"])
+
+
+def test_a_checkpoint_of_other_devices_is_resumed_with_a_warning(tmp_path):
+    """A generator of one's own takes part in the random state just as another device does."""
+    unseeded(tmp_path, StatefulLoader, BY_STEP, generators=[torch.Generator()])
+    with pytest.warns(UserWarning, match=r"bytes of random state.*other devices") as told:
+        rest = unseeded(tmp_path, StatefulLoader, BY_STEP, 8)
+    assert len([w for w in told if "random state" in str(w.message)]) == 1
+    assert rest.net.evaluations == 2 * (EPOCHS * BATCHES - 8)
+
+
+def test_the_best_point_by_a_diagnostic(tmp_path):
+    best = ModelCheckpoint(tmp_path, monitor="stormplus/estimator_norm", filename="{step}")
+    fit = trainer(
+        StormPlusCallback(), best, epochs=2, enable_checkpointing=True, log_every_n_steps=1
     )
-    assert_same_states(states, expected)
-    assert opt.diagnostics()["grad_norm"] == pytest.approx(0.05, rel=1e-4)
+    fit.fit(Module(), loader())
+    assert best.best_model_path
+    saved = torch.load(best.best_model_path, weights_only=True)
+    copy = Module.load_from_checkpoint(best.best_model_path)
+    assert torch.equal(copy.net.body[0].weight, saved["state_dict"]["net.body.0.weight"])
+
+
+def test_a_checkpoint_after_validation_has_no_random_state(tmp_path):
+    class Validated(Module):
+        def validation_step(self, batch, batch_idx):
+            self.losses.append(0.0)
+
+    module, fit = Validated(), trainer(StormPlusCallback())
+    fit.validate(module, loader(), verbose=False)
+    assert len(module.losses) == BATCHES
+    fit.save_checkpoint(tmp_path / "validated.ckpt")
+    saved = torch.load(tmp_path / "validated.ckpt", weights_only=True)
+    assert "stormplus" not in saved
+    assert torch.equal(saved["state_dict"]["net.body.0.weight"], module.net.body[0].weight)
+
+
+# -- manual optimization -------------------------------------------------------------------------
+
+
+def with_closure(self, opt, closure):
+    opt.step(same_sample(opt.optimizer, self)(closure))
+
+
+def without_closure(self, opt, closure):
+    closure()
+    opt.step()
+
+
+def test_manual_optimization():
+    done, fit = run(Manual(with_closure), loader())
+    assert_same_runs(done, plain_run(epochs=1))
+    assert fit.global_step == BATCHES
+    assert "stormplus/gain" not in fit.callback_metrics  # log_every_n_steps is 50
+
+
+def test_manual_optimization_without_a_closure_is_refused():
+    with pytest.raises(TypeError, match="without a closure"):
+        run(Manual(without_closure), loader())
+    with pytest.raises(ValueError, match="16-mixed"):
+        run(Manual(without_closure), loader(), plugins=[half_plugin(1024.0)])
+
+
+@pytest.mark.parametrize("module", [Drops, lambda: Manual(without_closure)], ids=["auto", "manual"])
+def test_a_dropped_closure_is_refused_without_the_callback_too(module):
+    """By the optimizer itself: Lightning puts an empty closure where there is none."""
+    made = module()
+    with pytest.raises(RuntimeError, match=re.escape("the closure has not computed a gradient")):
+        trainer().fit(made, loader())
+    assert made.net.evaluations == 2
+
+
+# -- refusals ------------------------------------------------------------------------------------
+
+
+def test_what_is_not_verified_is_refused():
+    class Adam(Module):
+        def configure_optimizers(self):
+            return torch.optim.Adam(self.parameters())
+
+    with pytest.raises(TypeError, match="got Adam"):
+        run(Adam(), loader())
+
+    class OwnStep(Precision):
+        def optimizer_step(self, optimizer, model, closure, **kwargs):
+            closure()
+            return optimizer.step()
+
+    with pytest.raises(TypeError, match=r"OwnStep steps in its own way.*use precision="):
+        run(Module(), loader(), plugins=[OwnStep()])
+    with pytest.raises(ValueError, match="StochasticWeightAveraging"):
+        run(Module(), loader(), StochasticWeightAveraging(swa_lrs=0.1), epochs=3)
+
+    class Strange:
+        pass
+
+    class Fake:  # the real ones need other hardware
+        precision_plugin = Precision()
+        strategy = Strange()
+
+    with pytest.raises(TypeError, match="Strange has not been verified"):
+        check(Fake(), None)
+
+
+@pytest.mark.filterwarnings("ignore:.*dataloader_iter")
+def test_a_training_step_that_draws_its_batch_is_refused():
+    class Draws(Module):
+        def training_step(self, dataloader_iter):
+            return loss_of(self.net, *next(dataloader_iter)[0])
+
+    with pytest.raises(TypeError, match="draws another batch each time it is called"):
+        run(Draws(), loader())
+
+    class DrawsOnce(Manual):
+        def training_step(self, dataloader_iter):
+            super().training_step(next(dataloader_iter)[0], 0)
+
+    module = DrawsOnce(with_closure, seeded=False, dropout=0.0)
+    done, _ = run(module, loader())
+    assert (module.net.evaluations, len(done.states)) == (TWICE_BUT_ONCE, BATCHES)
+
+
+def test_the_trainer_of_the_other_package_is_refused_with_the_import_to_use():
+    other = pytest.importorskip("pytorch_lightning")
+
+    class Other(other.LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.net = torch.nn.Linear(6, 1, dtype=torch.float64)
+
+        def training_step(self, batch, batch_idx):
+            return loss_of(self.net, *batch)
+
+        def configure_optimizers(self):
+            return StormPlus(self.parameters())
+
+    run_by_other = other.Trainer(
+        accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[StormPlusCallback()],
+    )  # fmt: skip
+    with pytest.raises(TypeError, match=r"pytorch_lightning\.Trainer.*from lightning\.pytorch,"):
+        run_by_other.fit(Other(), loader())

@@ -1,25 +1,23 @@
 """`diagnostics()` in one line: what is logged is what the optimizer says, every step."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
-import torch
-from plain_loop import SAMPLES, batches, network, plain_run
-
-EXAMPLES = Path(__file__).parents[2] / "examples"
+from pages import run_example
+from trainer_cases import SAMPLES, plain_run
 
 
 def logged(log):
     """Run the plain loop with `log(opt, step)` after every sample; what it should have seen."""
     expected = []
 
-    def after(i, opt):
-        log(opt, i + 1)
-        expected.append(opt.diagnostics())
+    def before(step, opt, net):
+        def after(opt, *_):
+            log(opt, len(expected) + 1)
+            expected.append(opt.diagnostics())
 
-    plain_run(network(), batches(), each=lambda i, _: torch.manual_seed(i), after=after)
+        if step == 0:
+            opt.register_step_post_hook(after)
+
+    plain_run(before=before)
     assert [int(row["grad_evaluations"]) for row in expected] == [
         2 * t - 1 for t in range(1, SAMPLES + 1)
     ]
@@ -64,7 +62,6 @@ def test_mlflow(tmp_path, monkeypatch):
         mlflow.set_tracking_uri(None)
 
 
-@pytest.mark.long  # the service that wandb starts takes seconds
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
 def test_wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
@@ -78,11 +75,6 @@ def test_wandb(tmp_path, monkeypatch):
     assert list(tmp_path.rglob("*.wandb"))
 
 
-@pytest.mark.long  # a process of its own imports everything anew
 def test_the_example_runs(tmp_path):
-    example = EXAMPLES / "tensorboard_diagnostics.py"
-    out = subprocess.run(
-        [sys.executable, example, "--samples", "9", "--out", tmp_path],
-        capture_output=True, text=True, check=True, timeout=300,
-    ).stdout  # fmt: skip
+    out = run_example("tensorboard_diagnostics.py", "--samples", 9, "--out", tmp_path)
     assert "9 samples logged" in out

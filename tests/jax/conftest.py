@@ -7,6 +7,12 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 
+@pytest.fixture(autouse=True, scope="session")
+def quick_compiler():
+    """Each case compiles once and runs for some steps: the compiler's care is wasted on it."""
+    pytest.importorskip("jax").config.update("jax_disable_most_optimizations", True)
+
+
 @pytest.fixture
 def x64():
     """Float64 for one test; the others run with jax's default of float32."""

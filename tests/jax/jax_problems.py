@@ -1,17 +1,34 @@
-"""What the tests of the JAX backend optimise, and how they step."""
+"""What the tests of the JAX backend optimise, how they step, and the table of optimizers."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 
-from stormplus.jax import simplified_storm_plus, storm, storm_plus
+from stormplus.jax import simplified_storm_plus, storm, storm_plus, untuned
+from stormplus.rules import Sum
 
-METHODS = {
-    "storm+": storm_plus,
-    "simplified-storm+": simplified_storm_plus,
+PAIRED = {
+    "storm_plus": storm_plus,
+    "simplified_storm_plus": simplified_storm_plus,
     "storm": storm,
 }
+TRANSFORMATIONS = PAIRED | {"untuned": untuned}
+REFERENCE = {name: name.replace("_plus", "+").replace("_", "-") for name in PAIRED}
+# The fields of the state that are of the size of the parameters.
+BUFFERS = dict.fromkeys(PAIRED, ("estimator",)) | {
+    "untuned": ("estimator", "unit", "origin", "average")
+}
+
+PARAMS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
+CURVATURES = jnp.array([1.0, 3.0, 2.0, 5.0, 0.5, 1.0])
+
+
+def quadratic(x, sample):
+    """The gradient of sample * |x|^2 / 2: the sample is the curvature."""
+    return jax.tree.map(lambda leaf: jnp.asarray(sample).astype(leaf.dtype) * leaf, x)
 
 
 class Regression:
@@ -74,6 +91,22 @@ def run(tx, grad, params, samples, state=None):
     return jax.jit(lambda c, xs: jax.lax.scan(body, c, xs)[0])((params, state), samples)
 
 
+@functools.cache
+def compiled(name, grad=quadratic, **options):
+    """A transformation and its step, compiled once for all the tests."""
+    tx = TRANSFORMATIONS[name](**options)
+    return tx, step_of(tx, grad)
+
+
+def walk(name, samples=CURVATURES, params=PARAMS, state=None, grad=quadratic, **options):
+    """All samples, one call each."""
+    tx, step = compiled(name, grad, **options)
+    state = tx.init(params) if state is None else state
+    for sample in samples:
+        params, state = step(params, state, sample)
+    return params, state
+
+
 def assert_trees_equal(a, b):
     assert jax.tree.structure(a) == jax.tree.structure(b)
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -81,8 +114,22 @@ def assert_trees_equal(a, b):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
 
 
+def totals(tree):
+    """What rounding has kept out of a sum differs from program to program; the total does not."""
+    return jax.tree.map(
+        lambda node: node.total if isinstance(node, Sum) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, Sum),
+    )
+
+
 def assert_trees_close(a, b, **tolerance):
+    a, b = totals(a), totals(b)
     for left, right in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_allclose(
             np.asarray(left, np.float64), np.asarray(right, np.float64), **tolerance
         )
+
+
+def assert_finite(tree):
+    assert all(np.isfinite(np.asarray(leaf, np.float64)).all() for leaf in jax.tree.leaves(tree))

@@ -1,4 +1,4 @@
-"""A benchmark small enough to score by hand."""
+"""Benchmarks small enough to score by hand."""
 
 from __future__ import annotations
 
@@ -8,58 +8,36 @@ from typing import Any
 
 import pandas as pd
 
-from stormplus.bench import rows
+from stormplus_bench import rows
+from stormplus_bench.paper import SOLVERS, Scale, with_epochs
 
 
-def make_run(
-    losses: Iterable[float | None],
-    *,
-    workload: str = "w",
-    method: str = "SGD",
-    lr: float = 0.1,
-    default: bool = True,
-    seed: int = 0,
-    status: str = "done",
-    evaluations: Iterable[float] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """A run with these losses at 0, 25, 50, ... evaluations of a budget of 100."""
+def make_row(losses: Iterable[float | None], **fields: Any) -> dict[str, Any]:
+    """A row with these losses at 0, 25, 50, ... evaluations of a budget of 100."""
     losses = list(losses)
-    times = [25.0 * i for i in range(len(losses))] if evaluations is None else list(evaluations)
-    curve = {
-        "evaluations": times,
-        "samples": [64 * t for t in times],
-        "seconds": [0.01 * t for t in times],
-        "train_loss": losses,
-        "valid_loss": losses,
-        "train_accuracy": [None] * len(losses),
-        "valid_accuracy": [None] * len(losses),
-        "grad_norm": losses,
-    }
-    run = {
-        "workload": workload,
-        "method": method,
-        "lr": lr,
-        "default": default,
-        "seed": seed,
-        "status": status,
-        "budget": 100,
-        "batch_size": 64,
-        "peak_memory_mb": 300.0,
-        "state_mb": 0.5,
-        "curve": curve,
+    times = list(fields.pop("evaluations", None) or [25.0 * i for i in range(len(losses))])
+    curve = dict.fromkeys(rows.CURVE, [None] * len(losses))
+    curve |= {"evaluations": times, "samples": [64 * t for t in times]}
+    curve |= {"seconds": [0.01 * t for t in times]}
+    curve |= dict.fromkeys(("train_loss", "valid_loss", "grad_norm"), losses)
+    row = {
+        **{"workload": "w", "method": "SGD", "lr": 0.1, "default": True, "seed": 0},
+        **{"status": "done", "budget": 100, "batch_size": 64},
+        **{"peak_memory_mb": 300.0, "state_mb": 0.5, "curve": curve, "machine": "a test"},
         "versions": {"stormplus": "0.1.0", "torch": "2.13.0"},
-        "machine": "a test",
     }
-    return run | more
+    return row | fields
 
 
-def frame_of(tmp_path: Path, runs: Iterable[dict[str, Any]]) -> pd.DataFrame:
-    tmp_path.mkdir(exist_ok=True)
-    path = tmp_path / "rows.jsonl"
-    for run in runs:
-        rows.append(path, run)
-    return rows.load(path)
+def frame_of(found: Iterable[dict[str, Any]]) -> pd.DataFrame:
+    return rows.frame_of(rows.finite(list(found)))
+
+
+def write_rows(path: Path, found: Iterable[dict[str, Any]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for row in found:
+        rows.append(path, row)
+    return path
 
 
 def hand_made() -> list[dict[str, Any]]:
@@ -74,38 +52,71 @@ def hand_made() -> list[dict[str, Any]]:
            SGD    lr 0.1 (default) both:   2 1 0.5 0.5 0.5
            Adam   lr 0.001         seed 0: 2 1.5 1 0.6 0.5, seed 1: diverged
     """
-    ours = {"method": "STORM+", "lr": 1.0}
-    sgd = {"method": "SGD", "lr": 0.1}
+    ours, sgd = {"method": "STORM+", "lr": 1.0}, {"method": "SGD", "lr": 0.1}
     adam = {"method": "Adam", "lr": 0.001}
-    runs = []
+    found = []
     for seed in (0, 1):
-        a = {"workload": "a", "seed": seed}
-        b = {"workload": "b", "seed": seed}
-        runs += [
-            make_run([10, 6, 4, 2, 3 if seed else 1], **a, **ours),
-            make_run([10, 9, 8, 7, 6], **a, method="STORM+", lr=10.0, default=False),
-            make_run([10, 8, 6, 5, 4], **a, **sgd),
-            make_run([10, 5, 2, 1, seed], **a, method="SGD", lr=1.0, default=False),
-            make_run([10, 40], **a, **adam, status="diverged"),
-            make_run([2, 1.5, 1, 1, 1], **b, **ours),
-            make_run([2, 1, 0.5, 0.5, 0.5], **b, **sgd),
+        a, b = ({"workload": name, "seed": seed} for name in "ab")
+        found += [
+            make_row([10, 6, 4, 2, 3 if seed else 1], **a, **ours),
+            make_row([10, 9, 8, 7, 6], **a, method="STORM+", lr=10.0, default=False),
+            make_row([10, 8, 6, 5, 4], **a, **sgd),
+            make_row([10, 5, 2, 1, seed], **a, method="SGD", lr=1.0, default=False),
+            make_row([10, 40], **a, **adam, status="diverged"),
+            make_row([2, 1.5, 1, 1, 1], **b, **ours),
+            make_row([2, 1, 0.5, 0.5, 0.5], **b, **sgd),
         ]
-    runs.append(make_run([2, 1.5, 1, 0.6, 0.5], workload="b", seed=0, **adam))
-    runs.append(make_run([2, 9], workload="b", seed=1, **adam, status="diverged"))
-    return runs
+    found.append(make_row([2, 1.5, 1, 0.6, 0.5], workload="b", seed=0, **adam))
+    found.append(make_row([2, 9], workload="b", seed=1, **adam, status="diverged"))
+    return found
 
 
 def swept() -> list[dict[str, Any]]:
     """`hand_made`, and where a method ran one lr a second one, which is worse."""
-    runs = hand_made()
+    found = hand_made()
     for seed in (0, 1):
-        b = {"workload": "b", "seed": seed, "default": False}
-        runs += [
-            make_run([2, 2, 2, 2, 2], **b, method="STORM+", lr=10.0),
-            make_run([2, 9], **b, method="SGD", lr=1.0, status="diverged"),
-            make_run([2, 9], **b, method="Adam", lr=0.01, status="diverged"),
-            make_run(
-                [10, 40], **(b | {"workload": "a"}), method="Adam", lr=0.01, status="diverged"
-            ),
+        a, b = ({"workload": name, "seed": seed, "default": False} for name in "ab")
+        found += [
+            make_row([2, 2, 2, 2, 2], **b, method="STORM+", lr=10.0),
+            make_row([2, 9], **b, method="SGD", lr=1.0, status="diverged"),
+            make_row([2, 9], **b, method="Adam", lr=0.01, status="diverged"),
+            make_row([10, 40], **a, method="Adam", lr=0.01, status="diverged"),
         ]
-    return runs
+    return found
+
+
+# Rows as the paper's experiment writes them, a few measurements each.
+PAIRED = ("STORM", "STORM+", "STORM+ mean")
+SCALE = Scale(1000, 20, 1000, 40, rates=(0.01, 0.1, 1.0))
+
+
+def paper_row(workload, method, lr, losses, accuracies=None, price=1):
+    evaluations = [20 * k for k in range(len(losses))]
+    row = make_row(losses, workload=workload, method=method, lr=lr, default=False)
+    accuracies = accuracies or [0.1 + 0.1 * k for k in range(len(losses))]
+    row["curve"] |= {"evaluations": evaluations, "samples": [e // price for e in evaluations]}
+    row["curve"] |= {"train_accuracy": accuracies, "valid_accuracy": accuracies}
+    row["status"] = "diverged" if losses[-1] is None else "done"
+    return row | {"budget": evaluations[-1], "batch_size": 100}
+
+
+def sweep_rows(best):
+    """Every method at every rate; loss 1 at its best rate and 2 elsewhere."""
+    return [
+        paper_row(SCALE.sweep_name, m, lr, [3.0, 1.0 if lr == best[m] else 2.0])
+        for m in SOLVERS
+        for lr in SCALE.rates
+    ]
+
+
+def long_rows(losses, accuracies=None):
+    """The long runs of all methods, from dicts by method."""
+    return [
+        paper_row(SCALE.long_name, m, 0.1, losses[m], accuracies and accuracies[m], price)
+        for m in SOLVERS
+        for price in [2 if m in PAIRED else 1]
+    ]
+
+
+def long_frame(losses, accuracies):
+    return with_epochs(frame_of(long_rows(losses, accuracies)), SCALE.images)

@@ -2,28 +2,29 @@
 
 import torch
 from torch import nn
-from trainer_cases import ROWS, data, loss_of, network, snapshot
-from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
+from torch.optim.lr_scheduler import LambdaLR
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, network, snapshot
+from transformers import Trainer, TrainerCallback
 from transformers import TrainingArguments as Arguments
 
 from stormplus import StormPlus
 from stormplus.integrations.huggingface import StormPlusTrainer
+from stormplus.torch import PairedOptimizer
 
 
 class Model(nn.Module):
-    """BatchNorm and dropout, and an answer as the trainer expects it."""
+    """An answer as the trainer expects it."""
 
     def __init__(self, dtype=torch.float64, dropout=0.3):
         super().__init__()
-        self.net, self.evaluations = network(dtype, dropout), 0
+        self.net = network(dtype, dropout)
 
     def forward(self, x, labels):
-        self.evaluations += 1
         return {"loss": loss_of(self.net, x, labels)}
 
 
 class Rows(torch.utils.data.Dataset):
-    def __init__(self, batches, dtype=torch.float64):
+    def __init__(self, batches=BATCHES, dtype=torch.float64):
         self.x, self.y = data(batches, dtype)
 
     def __len__(self):
@@ -33,40 +34,29 @@ class Rows(torch.utils.data.Dataset):
         return {"x": self.x[i], "labels": self.y[i]}
 
 
-def bert(dropout=0.1):
-    torch.manual_seed(0)
-    return BertForSequenceClassification(
-        BertConfig(
-            vocab_size=17, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
-            intermediate_size=32, max_position_embeddings=16, num_labels=3,
-            hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout,
-            attn_implementation="eager",
-        )
-    )  # fmt: skip
-
-
 class Recorder(TrainerCallback):
     """The network after every step."""
 
-    def __init__(self, model):
-        self.model, self.states = model, []
+    def __init__(self, run):
+        self.run = run
 
     def on_step_end(self, *args, **kwargs):
-        self.states.append(snapshot(self.model))
+        self.run.states.append(snapshot(self.run.net))
 
 
 class InOrder:
-    """Rows in their order, and a seed before the first batch."""
+    """Rows in their order, and a seed before each sample: the number of its first batch."""
 
-    batches_seen = 0
+    seen = 0
 
     def _get_train_sampler(self, *args):
         return torch.utils.data.SequentialSampler(self.train_dataset)
 
     def training_step(self, *args, **kwargs):
-        if self.batches_seen == 0:
-            torch.manual_seed(0)
-        self.batches_seen += 1
+        batches = len(self.train_dataset) // ROWS
+        if self.seen % batches % self.args.gradient_accumulation_steps == 0:
+            torch.manual_seed(self.seen)
+        self.seen += 1
         return super().training_step(*args, **kwargs)
 
 
@@ -74,11 +64,15 @@ class OrderedTrainer(InOrder, StormPlusTrainer):
     pass
 
 
+class OrderedPlainTrainer(InOrder, Trainer):
+    pass
+
+
 def arguments(folder, **options):
     settings = {
         "output_dir": str(folder),
         "use_cpu": True,
-        "num_train_epochs": 1,
+        "num_train_epochs": EPOCHS,
         "per_device_train_batch_size": ROWS,
         "lr_scheduler_type": "constant",
         "max_grad_norm": 0.0,
@@ -91,18 +85,49 @@ def arguments(folder, **options):
     return Arguments(**settings | options)
 
 
-def run(
-    folder, batches, dtype=torch.float64, trainer=OrderedTrainer, resume=None, lr=1.0, **options
-):
-    model = options.pop("model", None) or Model(dtype, options.pop("dropout", 0.3))
-    setup = options.pop("setup", lambda trainer: None)
-    checked = options.pop("eval_dataset", None)
-    recorder = Recorder(getattr(model, "net", model))
-    made = trainer(
-        model, arguments(folder, **options), train_dataset=Rows(batches, dtype),
-        optimizers=(StormPlus(model.parameters(), lr=lr), None), callbacks=[recorder],
-        eval_dataset=checked,
+def put_scaler(trainer, scale):
+    """Accelerate has fp16 for other devices only; a scaler for this one is put in by hand."""
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    trainer.accelerator.native_amp = True
+    trainer.accelerator.state._mixed_precision = "fp16"
+
+
+def fit(
+    folder, *, kind=StormPlus, tool=None, run=None, epochs=EPOCHS, accumulate=1, clip=0.0,
+    dtype=torch.float64, half=None, scale=None, schedule=None, setup=lambda net: None, lr=1.0,
+    batches=BATCHES, trainer=None, dropout=0.3, seen=0, resume=None, callbacks=(),
+    eval_dataset=None, **options,
+):  # fmt: skip
+    run = run or Run()
+    tool = issubclass(kind, PairedOptimizer) if tool is None else tool
+    model = Model(dtype, dropout)
+    setup(model.net)
+    opt = run.opt = kind(model.parameters(), lr=lr)
+    run.net = model.net
+    given = arguments(
+        folder, num_train_epochs=epochs, gradient_accumulation_steps=accumulate,
+        max_grad_norm=clip or 0.0, bf16=half is not None, **options,
     )  # fmt: skip
-    setup(made)
-    made.train(resume_from_checkpoint=resume)
-    return recorder.states, made, model
+    run.trainer = (trainer or (OrderedTrainer if tool else OrderedPlainTrainer))(
+        model, given, train_dataset=Rows(batches, dtype), eval_dataset=eval_dataset,
+        optimizers=(opt, schedule and LambdaLR(opt, schedule)),
+        callbacks=[Recorder(run), *callbacks],
+    )  # fmt: skip
+    run.trainer.seen = seen
+    if scale:
+        put_scaler(run.trainer, scale)
+    run.scaler = run.trainer.accelerator.scaler
+    run.trainer.train(resume_from_checkpoint=resume)
+    return run
+
+
+def in_two(folder):
+    # The whole run is asked for both times, because the trainer plans by it.
+    saving = {"save_strategy": "steps", "save_steps": BATCHES, "save_total_limit": 4}
+    first = fit(folder, **saving)
+    first.states = first.states[:BATCHES]
+    first.net.evaluations = 2 * BATCHES - 1
+    return first, fit(folder, resume=str(folder / f"checkpoint-{BATCHES}"), seen=BATCHES)
+
+
+RESUMES = {"resume_from_checkpoint": in_two}

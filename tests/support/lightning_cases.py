@@ -2,31 +2,40 @@
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
-from torch.nn import functional as F
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
-from trainer_cases import ROWS, data, loss_of, network, snapshot
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, network, snapshot
 
 from stormplus import StormPlus
 from stormplus.integrations.lightning import StormPlusCallback
+from stormplus.torch import PairedOptimizer
 
 
 class Module(LightningModule):
-    """Counts its evaluations; seeds the random numbers of an epoch with its number."""
+    """Seeds the random numbers of a sample with the number of its first batch."""
 
-    def __init__(self, dtype=torch.float64, schedule=None, seeded=True, dropout=0.3, **options):
+    def __init__(
+        self,
+        dtype=torch.float64,
+        kind=StormPlus,
+        schedule=None,
+        seeded=True,
+        dropout=0.3,
+        **options,
+    ):
         super().__init__()
-        self.net = network(dtype, dropout)
-        self.metric = MeanMetric()
-        self.schedule, self.seeded, self.options = schedule, seeded, options
-        self.evaluations, self.losses = 0, []
+        self.net, self.metric = network(dtype, dropout), MeanMetric()
+        self.kind, self.schedule, self.seeded, self.options = kind, schedule, seeded, options
+        self.losses = []
 
     def on_train_batch_start(self, batch, batch_idx):
-        if self.seeded and batch_idx == 0:
-            torch.manual_seed(self.current_epoch)
+        if self.seeded and batch_idx % self.trainer.accumulate_grad_batches == 0:
+            torch.manual_seed(self.current_epoch * self.trainer.num_training_batches + batch_idx)
 
     def training_step(self, batch, batch_idx):
-        self.evaluations += 1
         loss = loss_of(self.net, *batch)
         self.losses.append(float(loss.detach()))
         self.log("loss", loss, on_step=True, on_epoch=True)
@@ -35,10 +44,10 @@ class Module(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        opt = StormPlus(self.parameters(), **self.options)
+        opt = self.kind(self.parameters(), **self.options)
         if self.schedule is None:
             return opt
-        scheduler = {"scheduler": self.schedule(opt), "interval": "step"}
+        scheduler = {"scheduler": LambdaLR(opt, self.schedule), "interval": "step"}
         return {"optimizer": opt, "lr_scheduler": scheduler}
 
 
@@ -54,7 +63,6 @@ class Manual(Module):
         opt = self.optimizers()
 
         def closure():
-            self.evaluations += 1
             opt.zero_grad()
             loss = loss_of(self.net, *batch)
             self.manual_backward(loss)
@@ -66,15 +74,19 @@ class Manual(Module):
 class Recorder(Callback):
     """The network after every step."""
 
-    def __init__(self):
-        self.states = []
+    def __init__(self, run=None):
+        self.run, self.first = run or Run(), None
+
+    def on_train_start(self, trainer, pl_module):
+        self.run.opt, self.run.net = trainer.optimizers[0], pl_module.net
+        self.first = trainer.global_step - len(self.run.states)
 
     def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.global_step > len(self.states):
-            self.states.append(snapshot(pl_module.net))
+        if trainer.global_step - self.first > len(self.run.states):
+            self.run.states.append(snapshot(pl_module.net))
 
 
-def loader(batches, dtype=torch.float64, rows=ROWS, **options):
+def loader(batches=BATCHES, dtype=torch.float64, rows=ROWS, **options):
     return DataLoader(TensorDataset(*data(batches, dtype)), batch_size=rows, **options)
 
 
@@ -91,17 +103,47 @@ def trainer(*callbacks, epochs=1, **options):
     return Trainer(callbacks=list(callbacks), **settings | options)
 
 
+def half_plugin(scale):
+    return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
+
+
 def run(module, train_loader, *callbacks, callback=None, **options):
+    """With the callback: what the run leaves, and the trainer."""
     recorder = Recorder()
     own = StormPlusCallback() if callback is None else callback
     fit = trainer(own, recorder, *callbacks, **options)
     fit.fit(module, train_loader)
-    return recorder.states, fit
+    return recorder.run, fit
 
 
-def autocast_loss(dtype):
-    def loss(model, x, y):
-        with torch.autocast("cpu", dtype=dtype):
-            return F.smooth_l1_loss(model(x), y)
+# -- what the table asks for ---------------------------------------------------------------------
 
-    return loss
+
+def fit(
+    folder, *, kind=StormPlus, tool=None, run=None, epochs=EPOCHS, accumulate=1, clip=None,
+    dtype=torch.float64, half=None, scale=None, schedule=None, setup=lambda net: None, lr=1.0,
+    resume=None, save=None,
+):  # fmt: skip
+    tool = issubclass(kind, PairedOptimizer) if tool is None else tool
+    recorder = Recorder(run)
+    callbacks = [StormPlusCallback()] * tool + [recorder]
+    plugin = half_plugin(scale) if scale else None
+    precision = {"plugins": [plugin]} if scale else {"precision": half and "bf16-mixed"}
+    saver = [ModelCheckpoint(folder, filename="half")] if save else []
+    made = trainer(
+        *callbacks, *saver, epochs=epochs, gradient_clip_val=clip, enable_checkpointing=bool(save),
+        accumulate_grad_batches=accumulate, **precision,
+    )  # fmt: skip
+    module = Module(dtype, kind, schedule, lr=lr)
+    setup(module.net)
+    made.fit(module, loader(dtype=dtype), ckpt_path=resume, weights_only=True)
+    recorder.run.trainer, recorder.run.scaler = made, plugin and plugin.scaler
+    return recorder.run
+
+
+def in_two(folder):
+    first = fit(folder, epochs=1, save=True)
+    return first, fit(folder, resume=folder / "half.ckpt", save=True)
+
+
+RESUMES = {"ckpt_path": in_two}

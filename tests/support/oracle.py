@@ -27,6 +27,8 @@ class Run:
 
 
 def rule(method, sum_g, sum_d, g_sq, d_sq, t, theta=0.1, w=0.1, c=100.0, smoothness=1.0):
+    if callable(method):  # a rule of one's own
+        return method(sum_g, sum_d, g_sq, d_sq, t)
     sum_g = sum_g + g_sq
     if method == "storm":
         eta = theta / np.cbrt(w + sum_g)

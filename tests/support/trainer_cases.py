@@ -1,21 +1,27 @@
-"""A network with BatchNorm and dropout, its data, and the plain PyTorch loop to compare with."""
+"""A network with BatchNorm and dropout, its data, and the plain loop to compare trainers with."""
 
 import os
 import socket
 import subprocess
 import sys
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from stormplus import StormPlus, same_sample
+from stormplus import StormPlus, same_sample, scaled_step
+from stormplus.torch import PairedOptimizer
 
 ROWS = 8  # of a batch
+BATCHES, EPOCHS = 6, 2
+SAMPLES = BATCHES * EPOCHS
+STATISTICS = "body.1.num_batches_tracked"
 
 
-def data(batches, dtype=torch.float64):
+def data(batches=BATCHES, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(batches * ROWS, 6, generator=draw, dtype=torch.float64)
     y = torch.sin(x.sum(dim=1, keepdim=True)) + 0.1 * torch.randn(
@@ -24,71 +30,127 @@ def data(batches, dtype=torch.float64):
     return x.to(dtype), y.to(dtype)
 
 
-def network(dtype=torch.float64, dropout=0.3):
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
-    ).to(dtype)  # fmt: skip
+class Network(nn.Module):
+    """Not linear; counts its evaluations in train mode, and fails in one of them if asked to."""
+
+    def __init__(self, dtype=torch.float64, dropout=0.3):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.Linear(6, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+        ).to(dtype)  # fmt: skip
+        self.evaluations, self.fails_at = 0, None
+
+    def forward(self, x):
+        self.evaluations += self.training
+        if self.training and self.evaluations == self.fails_at:
+            raise OSError("a broken disc")
+        return self.body(x)
 
 
-def loss_of(model, x, y):
-    return F.smooth_l1_loss(model(x), y)
+def network(dtype=torch.float64, dropout=0.3, seed=0):
+    torch.manual_seed(seed)
+    return Network(dtype, dropout)
+
+
+def distance(out, y):
+    return F.smooth_l1_loss(out.to(y.dtype), y)  # autocast answers in half precision
+
+
+def loss_of(model, x, y, half=None):
+    with nullcontext() if half is None else torch.autocast("cpu", dtype=half):
+        out = model(x)
+    return distance(out, y)
 
 
 def snapshot(model):
-    return {name: value.clone() for name, value in model.state_dict().items()}
+    """Parameters and buffers."""
+    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+
+
+class Run(SimpleNamespace):
+    """What a trainer's run leaves: the states after every step, the optimizer, the network."""
+
+    def __init__(self):
+        super().__init__(states=[], opt=None, net=None)
 
 
 def plain_run(
-    batches,
     *,
-    epochs=1,
+    kind=StormPlus,
+    batches=BATCHES,
+    epochs=EPOCHS,
     accumulate=1,
-    dtype=torch.float64,
-    loss=loss_of,
-    process=lambda model: None,
-    schedule=None,
     divisor=None,
+    dtype=torch.float64,
+    half=None,
+    clip=None,
+    schedule=lambda step: 1.0,
+    scale=None,
+    before=lambda step, opt, net: None,
+    lr=1.0,
     **options,
 ):
-    """The states after every step of the loop that the README shows, and the optimizer.
-
-    The random numbers of an epoch start from its number; both evaluations see the same.
-    """
+    """The loop that the README shows; the number of a sample's first batch is its seed."""
     x, y = data(batches, dtype)
-    model = network(dtype)
-    opt = StormPlus(model.parameters(), **options)
-    scheduler = schedule(opt) if schedule else None
-    states, losses = [], []
-    for epoch in range(epochs):
-        torch.manual_seed(epoch)
-        for start in range(0, batches, accumulate):
-            window = range(start, min(start + accumulate, batches))
+    run = Run()
+    net = run.net = network(dtype)
+    opt = run.opt = kind(net.parameters(), lr=lr, **options)
+    scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
+    run.losses = []
 
-            def closure():
-                opt.zero_grad()
-                total = 0.0
-                for i in window:
-                    rows = slice(i * ROWS, (i + 1) * ROWS)
-                    part = loss(model, x[rows], y[rows]) / (divisor or len(window))
-                    part.backward()
-                    total += part.detach()
-                process(model)
-                losses.append(float(total))
-                return total
+    def process():
+        if clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), clip)
 
-            opt.step(same_sample(opt, model)(closure))
-            if scheduler is not None:
-                scheduler.step()
-            states.append(snapshot(model))
-    return states, opt, losses
+    starts = [(epoch, start) for epoch in range(epochs) for start in range(0, batches, accumulate)]
+    for step, (epoch, start) in enumerate(starts):
+        window = range(start, min(start + accumulate, batches))
+
+        def closure():
+            opt.zero_grad()
+            total = 0.0
+            for i in window:
+                rows = slice(i * ROWS, (i + 1) * ROWS)
+                part = loss_of(net, x[rows], y[rows], half) / (divisor or len(window))
+                scaler.scale(part).backward()
+                total += part.detach()
+            if not scale:
+                process()
+            run.losses.append(float(total))
+            return total
+
+        opt.param_groups[0]["lr"] = lr * schedule(step)
+        before(step, opt, net)
+        torch.manual_seed(epoch * batches + start)
+        if scale:
+            scaled_step(opt, scaler, closure, net, process=process)
+        else:
+            paired = issubclass(kind, PairedOptimizer)
+            opt.step(same_sample(opt, net)(closure) if paired else closure)
+        run.states.append(snapshot(net))
+    return run
 
 
 def assert_same_states(states, expected):
-    assert len(states) == len(expected)
+    assert len(states) == len(expected) > 0
     for step, (ours, theirs) in enumerate(zip(states, expected)):
+        assert ours.keys() == theirs.keys()
         for name in theirs:
             assert torch.equal(ours[name], theirs[name]), f"{name} differs after step {step + 1}"
+
+
+def assert_same_runs(run, plain):
+    assert_same_states(run.states, plain.states)
+    assert any(not torch.equal(plain.states[0][k], v) for k, v in plain.states[-1].items())
+    assert run.net.evaluations == plain.net.evaluations
+    assert run.opt.diagnostics() == plain.opt.diagnostics()
+
+
+def hooks_left(opt):
+    return [*opt._pass_hooks, *opt._optimizer_step_pre_hooks]
+
+
+# -- two processes -------------------------------------------------------------------------------
 
 
 def joined_run(samples):
@@ -125,8 +187,9 @@ def launch_two_ranks(job, folder, *args):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    paths = [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
     common = os.environ | {
-        "PYTHONPATH": os.path.dirname(__file__),
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
         "OMP_NUM_THREADS": "1",
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),

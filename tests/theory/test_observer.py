@@ -4,26 +4,26 @@ import numpy as np
 import pytest
 
 from stormplus import minimize
-from stormplus.theory.problems import BoundedNonConvex, breast_cancer
 from stormplus.theory import Observer, trace_run
+from stormplus.theory.problems import BoundedNonConvex, breast_cancer
 
 torch = pytest.importorskip("torch")
 
+from stormplus import StormPlus, Untuned  # noqa: E402
 
-def observed(problem, steps, observer, **options):
-    return minimize(
-        observer.watch(problem.grad),
-        problem.start(),
-        problem.sample,
-        steps,
-        rng=0,
-        callback=observer,
-        **options,
-    )
+
+def observed(problem, steps, observer, grad=None, **options):
+    grad = observer.watch(grad or problem.grad)
+    options = {"rng": 0, "callback": observer} | options
+    return minimize(grad, problem.start(), problem.sample, steps, **options)
 
 
 def square(v):
     return (v * v).sum(-1)
+
+
+def column(observer, name, rows=slice(None)):
+    return np.array([row[name] for row in observer.rows[rows]])
 
 
 @pytest.fixture
@@ -36,216 +36,88 @@ def test_rows_are_the_quantities_of_the_run(problem, method):
     observer = Observer(problem.full_grad)
     observed(problem, 30, observer, method=method)
     trace = trace_run(problem, 30, method=method)
-    rows = {name: [row.get(name) for row in observer.rows] for name in observer.latest}
-    assert rows["step"] == list(range(1, 31))
-    np.testing.assert_allclose(rows["gain"], trace.gain[1:])
-    np.testing.assert_allclose(rows["step_size"], trace.step_size)
-    np.testing.assert_allclose(rows["grad_norm"], square(trace.g) ** 0.5)
-    np.testing.assert_allclose(rows["estimator_norm"], square(trace.d) ** 0.5)
-    np.testing.assert_allclose(rows["innovation_sq"][1:], square(trace.d[:-1] - trace.g_tilde))
-    np.testing.assert_allclose(rows["drift_sq"][1:], square(trace.g[1:] - trace.g_tilde))
-    np.testing.assert_allclose(rows["true_error_sq"], square(trace.error))
-    np.testing.assert_allclose(rows["true_noise_sq"], square(trace.g - trace.g_bar))
-    assert rows["innovation_sq"][0] is None  # the first sample has one gradient
+    for name, expected in {
+        "step": np.arange(1, 31),
+        "gain": trace.gain[1:],
+        "step_size": trace.step_size,
+        "grad_norm": square(trace.g) ** 0.5,
+        "estimator_norm": square(trace.d) ** 0.5,
+        "true_error_sq": square(trace.error),
+        "true_noise_sq": square(trace.g - trace.g_bar),
+    }.items():
+        np.testing.assert_allclose(column(observer, name), expected)
+    later, innovation = slice(1, None), square(trace.d[:-1] - trace.g_tilde)
+    np.testing.assert_allclose(column(observer, "innovation_sq", later), innovation)
+    drift = square(trace.g[1:] - trace.g_tilde)
+    np.testing.assert_allclose(column(observer, "drift_sq", later), drift)
+    assert "innovation_sq" not in observer.rows[0]  # the first sample has one gradient
 
 
 def test_estimates_are_unbiased(problem):
     """Over many steps sigma^2 and |eps|^2 come out right, without a full gradient."""
-    steps = 4000
-    # `memory` far beyond the run: plain means over all steps.
-    observer = Observer(problem.full_grad, memory=1e9)
-    observed(problem, steps, observer, method="storm", theta=0.05, w=1.0, c=4.0)
-    true_error = np.mean([row["true_error_sq"] for row in observer.rows[:-1]])
-    true_noise = np.mean([row["true_noise_sq"] for row in observer.rows[:-1]])
-    assert observer.latest["noise_sq"] == pytest.approx(true_noise, rel=0.05)
-    assert observer.latest["error_sq"] == pytest.approx(true_error, abs=0.05 * true_noise)
-    assert true_error > 0.1 * true_noise  # so that the line above says something
+    observer = Observer(problem.full_grad, window=1e9)  # plain means over all steps
+    observed(problem, 4000, observer, method="storm", theta=0.05, w=1.0, c=4.0)
+    error, noise = (column(observer, f"true_{k}_sq")[:-1].mean() for k in ("error", "noise"))
+    assert observer.latest["noise_sq"] == pytest.approx(noise, rel=0.05)
+    assert observer.latest["error_sq"] == pytest.approx(error, abs=0.05 * noise)
+    assert error > 0.1 * noise  # so that the line above says something
 
 
-def test_smoothness_is_a_lower_bound_that_finds_the_curvature(problem):
-    observer = Observer()
-    observed(problem, 300, observer)
-    estimates = [row["smoothness"] for row in observer.rows[1:]]
-    assert (np.diff(estimates) >= 0).all()
-    assert 0.5 * problem.constants.smoothness < estimates[-1] <= problem.constants.smoothness
-
-
-def test_variance_reduction_shows(problem):
+def test_smoothness_is_a_lower_bound_and_variance_reduction_shows(problem):
     observer = Observer(problem.full_grad)
     observed(problem, 2000, observer)
-    late = observer.rows[1000:]
-    error = np.mean([row["true_error_sq"] for row in late])
-    noise = np.mean([row["true_noise_sq"] for row in late])
+    smoothness = column(observer, "smoothness", slice(1, None))
+    assert (np.diff(smoothness) >= 0).all()
+    assert 0.5 * problem.constants.smoothness < smoothness[299] <= problem.constants.smoothness
+    error, noise = (column(observer, f"true_{k}_sq")[1000:].mean() for k in ("error", "noise"))
     assert error < 0.02 * noise
+    observed(problem, 3, still := Observer(), lr=0.0)  # no move, no ratio
+    assert still.latest["smoothness"] == 0
 
 
-def test_every_thins_rows_but_not_the_running_means(problem):
-    all_rows, some = Observer(), Observer(every=10)
+def test_on_real_data_the_estimates_are_of_the_right_size():
+    problem = breast_cancer()
+    observer = Observer(problem.full_grad, window=300)
+    observed(problem, 700, observer)
+    true_noise = column(observer, "true_noise_sq")[400:].mean()
+    assert observer.latest["noise_sq"] == pytest.approx(true_noise, rel=0.5)
+    assert observer.latest["smoothness"] <= problem.constants.smoothness
+
+
+def test_every_thins_rows_and_full_gradients_but_not_the_running_means(problem):
+    calls = []
+    all_rows, some = Observer(problem.full_grad), Observer(every=10)
+    some.full_grad = lambda x: calls.append(1) or problem.full_grad(x)
     observed(problem, 95, all_rows)
     observed(problem, 95, some)
     assert [row["step"] for row in some.rows] == list(range(1, 96, 10))
     assert some.rows == all_rows.rows[::10]
-
-
-def test_full_gradient_is_asked_for_only_when_a_row_is_kept(problem):
-    calls = []
-    observer = Observer(lambda x: calls.append(1) or problem.full_grad(x), every=10)
-    observed(problem, 95, observer)
     assert len(calls) == 10
 
 
-def test_watching_does_not_change_the_run(problem):
-    plain = minimize(problem.grad, problem.start(), problem.sample, 50, rng=0)
-    np.testing.assert_array_equal(observed(problem, 50, Observer()).x, plain.x)
-
-
-def test_blocks():
-    """A list of blocks is one long vector."""
-    problem = BoundedNonConvex(4, 0.5)
-
+def test_a_list_of_blocks_is_one_long_vector(problem):
     def grad(x, xi):
         g = problem.grad(np.concatenate(x), xi)
         return [g[:1], g[1:]]
 
-    start, observer, whole = problem.start(), Observer(), Observer()
-    minimize(
-        observer.watch(grad), [start[:1], start[1:]], problem.sample, 20, rng=0, callback=observer
-    )
+    x0, observer, whole = problem.start(), Observer(), Observer()
+    blocks, watched = [x0[:1], x0[1:]], observer.watch(grad)
+    minimize(watched, blocks, problem.sample, 20, rng=0, callback=observer)
     observed(problem, 20, whole)
-    for row, expected in zip(observer.rows, whole.rows):
+    for row, expected in zip(observer.rows, whole.rows, strict=True):
         assert row == pytest.approx(expected)
 
 
-def test_forgetting_to_watch_is_an_error(problem):
+def test_errors_say_what_to_do(problem):
     with pytest.raises(RuntimeError, match=r"observer\.watch\(grad\)"):
         minimize(problem.grad, problem.start(), problem.sample, 3, rng=0, callback=Observer())
-
-
-def test_settings_are_checked():
-    with pytest.raises(ValueError, match="at least 1, got 0 and 1"):
-        Observer(memory=0)
-
-
-# Torch.
-
-
-def torch_run(problem, steps, observer, drive, **options):
-    from stormplus import StormPlus
-
-    module = problem.module()
-    optimizer = StormPlus(module.parameters(), **options)
-    rng = np.random.default_rng(0)
-    with observer.attach(optimizer):
-        for _ in range(steps):
-            drive(optimizer, module, problem.sample(rng))
-    return module, optimizer
-
-
-def with_step(optimizer, module, xi):
-    def closure():
-        optimizer.zero_grad()
-        loss = module(xi)
-        loss.backward()
-        return loss
-
-    optimizer.step(closure)
-
-
-def with_halves(optimizer, module, xi):
-    def backward():
-        optimizer.zero_grad()
-        module(xi).backward()
-
-    backward()
-    if optimizer.started:
-        optimizer.move()
-        backward()
-    optimizer.estimate()
-
-
-@pytest.mark.parametrize("drive", [with_step, with_halves])
-def test_torch_rows_equal_numpy_rows(problem, drive):
-    expected, found = Observer(problem.full_grad), Observer()
-    observed(problem, 25, expected)
-    module_x = []
-
-    def full_grad():
-        return [torch.from_numpy(problem.full_grad(module_x[0].detach().numpy()))]
-
-    found.full_grad = full_grad
-
-    def remember(optimizer, module, xi):
-        module_x[:] = [module.x]
-        drive(optimizer, module, xi)
-
-    torch_run(problem, 25, found, remember)
-    assert len(found.rows) == 25
-    for row, target in zip(found.rows, expected.rows):
-        assert row == pytest.approx(target, rel=1e-6, abs=1e-12)
-
-
-def test_torch_l2_decay_is_part_of_the_gradient():
-    """The observer sees what the optimizer sees: g + weight_decay x."""
-    problem, decay = BoundedNonConvex(4, 0.5), 0.1
-    expected, found = Observer(), Observer()
-    minimize(
-        expected.watch(lambda x, xi: problem.grad(x, xi) + decay * x),
-        problem.start(),
-        problem.sample,
-        15,
-        rng=0,
-        callback=expected,
-    )
-    torch_run(problem, 15, found, with_step, weight_decay=decay)
-    for row, target in zip(found.rows, expected.rows):
-        assert row == pytest.approx(target, rel=1e-6, abs=1e-12)
-
-
-def test_torch_detached_the_optimizer_is_as_it_was(problem):
-    from stormplus import StormPlus
-
-    module = problem.module()
-    optimizer = StormPlus(module.parameters())
-    observer = Observer()
-    attachment = observer.attach(optimizer)
-    with pytest.raises(RuntimeError, match="attached to this optimizer already"):
-        observer.attach(optimizer)
-    with_step(optimizer, module, problem.sample(np.random.default_rng(0)))
-    attachment.close()
-    assert not {"_move", "_estimate"} & vars(optimizer).keys()
-    with_step(optimizer, module, problem.sample(np.random.default_rng(1)))
-    assert len(observer.rows) == 1
-
-
-def test_torch_watching_does_not_change_the_run(problem):
-    watched, _ = torch_run(problem, 20, Observer(), with_step)
-    plain, _ = torch_run(problem, 20, Observer(every=1000), with_step)
-    expected = minimize(problem.grad, problem.start(), problem.sample, 20, rng=0).x
-    np.testing.assert_array_equal(watched.x.detach().numpy(), plain.x.detach().numpy())
-    np.testing.assert_allclose(watched.x.detach().numpy(), expected, rtol=1e-9)
-
-
-def test_torch_a_restart_has_no_pair(problem):
-    """A move left halfway and a restart: the new gradient has no partner."""
-    from stormplus import StormPlus
-
-    module, rng, observer = problem.module(), np.random.default_rng(0), Observer()
-    optimizer = StormPlus(module.parameters())
-    with observer.attach(optimizer):
-        for _ in range(3):
-            with_step(optimizer, module, problem.sample(rng))
-        optimizer.zero_grad()
-        module(problem.sample(rng)).backward()
-        optimizer.move()
-        with_step(optimizer, module, problem.sample(rng))
-        with_step(optimizer, module, problem.sample(rng))
-    assert ["drift_sq" in row for row in observer.rows] == [False, True, True, False, True]
-
-
-def test_torch_refuses_other_optimizers():
-    sgd = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
-    with pytest.raises(TypeError, match="optimizers of stormplus"):
-        Observer().attach(sgd)
+    with pytest.raises(ValueError, match="window and every must be at least 1, got 0 and 1"):
+        Observer(window=0)
+    parameter = [torch.nn.Parameter(torch.zeros(1))]
+    for other in (torch.optim.SGD(parameter, lr=1.0), Untuned(parameter)):
+        told = rf"pairs of gradients.*Untuned takes one.*got {type(other).__name__}"
+        with pytest.raises(TypeError, match=told):
+            Observer().attach(other)
 
 
 def test_tensorboard_gets_every_row_that_is_kept(problem, tmp_path):
@@ -255,32 +127,177 @@ def test_tensorboard_gets_every_row_that_is_kept(problem, tmp_path):
     with tensorboard.SummaryWriter(tmp_path) as writer:
         observer = Observer(every=5, writer=writer, tag="theory")
         observed(problem, 20, observer)
-    events = EventAccumulator(str(tmp_path / "theory_noise_sq")).Reload()
-    found = [(e.step, e.value) for e in events.Scalars("theory")]
-    kept = [(int(r["step"]), r["noise_sq"]) for r in observer.rows if "noise_sq" in r]
-    assert [step for step, _ in found] == [step for step, _ in kept] == [6, 11, 16]
-    np.testing.assert_allclose([v for _, v in found], [v for _, v in kept], rtol=1e-6)
+    events = EventAccumulator(str(tmp_path / "theory_noise_sq")).Reload().Scalars("theory")
+    kept = [(row["step"], row["noise_sq"]) for row in observer.rows[1:]]
+    assert [step for step, _ in kept] == [6, 11, 16]
+    np.testing.assert_allclose([(e.step, e.value) for e in events], kept, rtol=1e-6)
 
 
-def test_any_writer_with_add_scalars_will_do(problem):
-    class Writer:
-        def __init__(self):
-            self.seen = []
-
-        def add_scalars(self, tag, scalars, step):
-            self.seen.append((tag, step, dict(scalars)))
-
-    writer = Writer()
-    observer = Observer(writer=writer)
-    observed(problem, 3, observer)
-    assert [(tag, step) for tag, step, _ in writer.seen] == [("stormplus", t) for t in (1, 2, 3)]
-    assert all(isinstance(v, float) for _, _, row in writer.seen for v in row.values())
+# Torch.
 
 
-def test_on_real_data_the_estimates_are_of_the_right_size():
-    problem = breast_cancer()
-    observer = Observer(problem.full_grad, memory=500)
-    observed(problem, 1500, observer)
-    true_noise = np.mean([row["true_noise_sq"] for row in observer.rows[1000:]])
-    assert observer.latest["noise_sq"] == pytest.approx(true_noise, rel=0.5)
-    assert observer.latest["smoothness"] <= problem.constants.smoothness
+def take(opt, loss):
+    def closure():
+        opt.zero_grad()
+        value = loss()
+        value.backward()
+        return value
+
+    opt.step(closure)
+
+
+def take_by_halves(opt, loss):
+    def backward():
+        opt.zero_grad()
+        loss().backward()
+
+    backward()
+    if opt.started:
+        opt.move()
+        backward()
+    opt.estimate()
+
+
+def torch_run(problem, steps, *observers, drive=take, **options):
+    module, rng = problem.module(), np.random.default_rng(0)
+    optimizer = StormPlus(module.parameters(), **options)
+    attachments = [observer.attach(optimizer) for observer in observers]
+    for _ in range(steps):
+        xi = problem.sample(rng)
+        drive(optimizer, lambda: module(xi))
+    for attachment in attachments:
+        attachment.close()
+    return module.x.detach().numpy()
+
+
+@pytest.mark.parametrize("drive", [take, take_by_halves])
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_torch_rows_equal_numpy_rows_and_watching_changes_nothing(problem, drive, decay):
+    """With L2 decay the observer sees what the optimizer sees: g + weight_decay x."""
+    expected, found, also = Observer(), Observer(), Observer(every=5)  # two may watch
+    result = observed(problem, 25, expected, lambda x, xi: problem.grad(x, xi) + decay * x)
+    watched = torch_run(problem, 25, found, also, drive=drive, weight_decay=decay)
+    plain = torch_run(problem, 25, drive=drive, weight_decay=decay)
+    for row, target in zip(found.rows, expected.rows, strict=True):
+        assert row == pytest.approx(target, rel=1e-6, abs=1e-12)
+    assert also.rows == found.rows[::5]
+    np.testing.assert_array_equal(watched, plain)
+    np.testing.assert_allclose(watched, result.x, rtol=1e-9)
+
+
+def made(**options):
+    """Three parameters and a loss without noise: the estimator is the gradient."""
+    torch.manual_seed(0)
+    params = [torch.nn.Parameter(torch.randn(n, dtype=torch.float64)) for n in (3, 2, 4)]
+    return params, StormPlus(params, lr=0.3, **options)
+
+
+def loss(params):
+    return sum(5 * (1 - torch.cos(p)).sum() for p in params)
+
+
+def watch(observer, opt, params, steps):
+    with observer.attach(opt):
+        for _ in range(steps):
+            take(opt, lambda: loss(params))
+
+
+def test_torch_one_attachment_at_a_time_until_it_is_closed():
+    params, opt = made()
+    observer = Observer()
+    with observer.attach(opt) as attachment:
+        take(opt, lambda: loss(params))
+        with pytest.raises(RuntimeError, match="attached already"):
+            observer.attach(opt)
+    take(opt, lambda: loss(params))
+    attachment.close()  # a second time
+    assert [row["step"] for row in observer.rows] == [1]
+    watch(observer, opt, params, 2)  # halfway through a run: no g_t yet
+    assert [(row["step"], "drift_sq" in row) for row in observer.rows[1:]] == [
+        (3, False),
+        (4, True),
+    ]
+
+
+def test_torch_only_a_completed_pair_is_recorded():
+    """A move left halfway and a restart have no partner; what failed can be done again."""
+    params, opt = made()
+    observer = Observer()
+    with observer.attach(opt):
+        for _ in range(2):
+            take(opt, lambda: loss(params))
+        loss(params).backward()
+        opt.move()
+        take(opt, lambda: loss(params))  # another sample: a restart
+        with pytest.raises(FloatingPointError):
+            take(opt, lambda: loss(params) * float("inf"))
+        take(opt, lambda: loss(params))
+        scales = iter([1.0, float("nan")])
+        with pytest.raises(FloatingPointError):
+            take(opt, lambda: loss(params) * next(scales))
+        opt.zero_grad()
+        loss(params).backward()
+        opt.estimate()  # the same sample again
+    assert ["drift_sq" in row for row in observer.rows] == [False, True, False, True, True]
+
+
+def with_full_grad(params):
+    def full_grad():
+        free = [p for p in params if p.requires_grad]
+        found = dict(zip(free, torch.autograd.grad(loss(params), free)))
+        return [found.get(p) for p in params]
+
+    return Observer(full_grad)
+
+
+def assert_no_noise(observer, steps):
+    assert len(observer.rows) == steps
+    for row in observer.rows:
+        for name in ("true_error_sq", "true_noise_sq", "noise_sq", "error_sq", "innovation_sq"):
+            assert abs(row.get(name, 0.0)) < 1e-24, (name, row)
+
+
+DECAY = {"weight_decay": 0.1}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [DECAY, {"maximize": True}, DECAY | {"maximize": True},
+     DECAY | {"decoupled_weight_decay": True}, {"scope": "tensor"}, {"norm": "mean"}],
+)  # fmt: skip
+def test_torch_full_gradient_is_of_what_is_minimized(options):
+    params, opt = made(**options)
+    observer = with_full_grad(params)
+    watch(observer, opt, params, 5)
+    assert_no_noise(observer, 5)
+
+
+def test_torch_parameters_that_freeze_thaw_or_join_late_are_no_noise():
+    params, opt = made()
+    params[0].requires_grad_(False)
+    observer = with_full_grad(params)
+    with observer.attach(opt):
+        for i in range(9):
+            params[1].requires_grad_(not 3 <= i < 6)
+            take(opt, lambda: loss(params))
+    assert_no_noise(observer, 9)
+    params, opt = made()
+    observer = Observer()
+    with observer.attach(opt):
+        for i in range(6):
+            take(opt, lambda: loss(params if i >= 3 else params[:2]))
+    assert_no_noise(observer, 6)
+
+
+@pytest.mark.parametrize("options", [{}, {"scope": "tensor"}, {"norm": "mean"}])
+def test_torch_norms_are_norms_for_every_scope_and_norm(options):
+    params, opt = made(**options)
+    x0 = [p.detach().numpy().copy() for p in params]
+    reference, observer = Observer(), Observer()
+    grad = reference.watch(lambda x, xi: [5 * np.sin(b) for b in x])
+    minimize(grad, x0, None, 5, lr=0.3, callback=reference, **options)
+    watch(observer, opt, params, 5)
+    true = sum(float(square(5 * np.sin(b))) for b in x0) ** 0.5
+    assert observer.rows[0]["grad_norm"] == pytest.approx(true)
+    for name in ("grad_norm", "estimator_norm"):
+        np.testing.assert_allclose(column(observer, name), column(reference, name), rtol=1e-10)

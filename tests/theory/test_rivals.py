@@ -1,4 +1,4 @@
-"""SVRG, SCSG, SPIDER and hybrid SARAH: what they estimate, and what they are charged for."""
+"""The rivals: what they estimate, and what they are charged for."""
 
 import math
 
@@ -6,22 +6,9 @@ import numpy as np
 import pytest
 
 from stormplus.theory.problems import RobustRegression, breast_cancer, outlier_regression
-from stormplus.theory.rivals import METHODS, _Oracle, minimize_finite_sum
+from stormplus.theory.rivals import METHODS, CountedGradients, minimize_finite_sum
 
-
-class Counting:
-    """A finite sum that counts the gradients of single samples by itself."""
-
-    def __init__(self, problem):
-        self.problem, self.count, self.calls = problem, 0, []
-
-    def __getattr__(self, name):
-        return getattr(self.problem, name)
-
-    def grad(self, x, xi):
-        self.count += len(xi)
-        self.calls.append(len(xi))
-        return self.problem.grad(x, xi)
+every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture
@@ -29,116 +16,103 @@ def problem():
     return outlier_regression(60, 4)[0]
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_every_gradient_is_counted_and_the_budget_is_kept(problem, method):
-    counting = Counting(problem)
-    budget = 1000
-    result = minimize_finite_sum(counting, problem.start(), budget, method=method, rng=0)
-    assert result.ngev == counting.count <= budget
-    assert budget - result.ngev < 3 * problem.n_samples
-    assert result.nit > 0
+@pytest.fixture
+def charged(problem):
+    """The sizes of the batches of a run, as the problem itself saw them."""
+
+    def run(method, budget, **options):
+        calls, grad = [], type(problem).grad
+        problem.grad = lambda x, xi: calls.append(len(xi)) or grad(problem, x, xi)
+        options = {"method": method, "rng": 0} | options
+        found = minimize_finite_sum(problem, problem.start(), budget, **options)
+        assert found.ngev == sum(calls) <= budget
+        assert found.nit > 0
+        return calls
+
+    return run
 
 
-def test_svrg_is_charged_a_full_pass_an_anchor_and_two_a_step(problem):
-    counting = Counting(problem)
-    minimize_finite_sum(counting, problem.start(), 60 + 2 * 80 + 60, method="svrg", rng=0)
-    # n / (3 mu) = 60 / 0.75 = 80 inner steps between anchors.
-    assert counting.calls == [60, *[1, 1] * 80, 60]
+@every_method
+def test_every_gradient_is_counted_and_the_budget_is_used(charged, method):
+    assert 1000 - sum(charged(method, 1000)) < 3 * 60
 
 
-def test_scsg_is_charged_its_mega_batches(problem):
-    counting = Counting(problem)
-    minimize_finite_sum(counting, problem.start(), 2000, method="scsg", rng=0)
-    mega = [size for size in counting.calls if size > 1]
-    expected = [min(max(math.ceil(j**1.5), 8), 60) for j in range(1, len(mega) + 1)]
-    assert mega == expected
-    assert mega[-1] == 60  # they grow to a full pass
+def test_each_is_charged_what_its_paper_says(charged):
+    for method in ("sgd", "adagrad-norm"):
+        assert charged(method, 100, batch_size=7) == [7] * 14
+    # SVRG: n / (3 mu) = 60 / 0.75 = 80 inner steps between anchors.
+    assert charged("svrg", 60 + 2 * 80 + 60) == [60, *[1, 1] * 80, 60]
+    # SCSG: mega-batches that grow to a full pass.
+    mega = [size for size in charged("scsg", 2000) if size > 1]
+    assert mega == [min(max(math.ceil(j**1.5), 8), 60) for j in range(1, len(mega) + 1)]
+    assert mega[-1] == 60
+    # SPIDER: sqrt(60) = 8 moves a pass, the first by the full gradient, 7 by differences.
+    assert charged("spider", 60 + 7 * 16 + 60) == [60, *[8, 8] * 7, 60]
+    # Hybrid SARAH: one mega-batch, then three gradients a step.
+    first, *later = charged("hybrid-sarah", 3000)
+    assert first == math.ceil(1001 ** (1 / 3))
+    assert set(later) == {1}
+    assert len(later) % 3 == 0
 
 
-def test_spider_is_charged_full_passes_and_batches_of_sqrt_n(problem):
-    counting = Counting(problem)
-    minimize_finite_sum(counting, problem.start(), 60 + 7 * 16 + 60, method="spider", rng=0)
-    # sqrt(60) = 8 moves a pass: the first by the full gradient, 7 by differences
-    assert counting.calls == [60, *[8, 8] * 7, 60]
-
-
-def test_hybrid_sarah_has_one_mega_batch_and_three_gradients_a_step(problem):
-    counting = Counting(problem)
-    minimize_finite_sum(counting, problem.start(), 3000, method="hybrid-sarah", rng=0)
-    assert counting.calls[0] == math.ceil(1001 ** (1 / 3))
-    assert set(counting.calls[1:]) == {1}
-    assert len(counting.calls[1:]) % 3 == 0
-
-
-@pytest.mark.parametrize("method", METHODS)
-def test_with_one_sample_every_rival_is_gradient_descent(method):
+@every_method
+def test_with_one_data_point_every_rival_is_gradient_descent(method):
     """n = 1: no noise, so each estimator is the gradient."""
     problem = RobustRegression([[1.0, -2.0]], [3.0])
-    step, x, path = 0.05, np.array([0.5, 0.5]), []
-    minimize_finite_sum(
-        problem, x, 200, method=method, step=step, rng=0, callback=lambda r: path.append(r.x)
-    )
-    # SCSG's step is scaled by (b / B)^(2/3), and B = n = 1 here.
-    for found in path[:20]:
-        x = x - step * problem.full_grad(x)
+    x, path, total = np.array([0.5, 0.5]), [], 1.0
+    options = {"step_size": 0.05, "rng": 0, "callback": lambda r: path.append(r.x)}
+    minimize_finite_sum(problem, x, 200, method=method, **options)
+    for t, found in enumerate(path[:20], start=1):
+        g = problem.full_grad(x)
+        total += g @ g
+        # SCSG's step size is scaled by (b / B)^(2/3), and B = n = 1 here.
+        x = x - 0.05 * {"sgd": t, "adagrad-norm": total}.get(method, 1.0) ** -0.5 * g
         np.testing.assert_allclose(found, x, rtol=1e-12)
 
 
-def test_svrg_estimator_is_unbiased(problem):
+def test_svrg_estimator_is_unbiased_and_its_variance_reduced(problem):
     rng = np.random.default_rng(0)
     x, anchor = rng.standard_normal((2, 4))
-    oracle = _Oracle(problem, 10**6, rng)
-    full = problem.full_grad(anchor)
-    v = [oracle.pair(x, anchor, np.array([i])) + full for i in range(60)]
-    np.testing.assert_allclose(np.mean(v, 0), problem.full_grad(x), atol=1e-14)
-    # And reduced: near the anchor its variance is below that of a plain gradient.
+    gradients, full = CountedGradients(problem, 10**6, rng), problem.full_grad(anchor)
+
+    def estimates(at):
+        return np.array([gradients.difference(at, anchor, [i]) + full for i in range(60)])
+
+    np.testing.assert_allclose(estimates(x).mean(0), problem.full_grad(x), atol=1e-14)
     near = anchor + 0.01 * x
-    v = np.array([oracle.pair(near, anchor, np.array([i])) + full for i in range(60)])
-    plain = np.array([problem.grad(near, np.array([i])) for i in range(60)])
-    assert v.var(0).sum() < 0.1 * plain.var(0).sum()
+    plain = np.array([problem.grad(near, [i]) for i in range(60)])
+    assert estimates(near).var(0).sum() < 0.1 * plain.var(0).sum()
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_theory_step_and_tuned_step_both_make_progress(method):
-    problem = breast_cancer()
-    start = problem.start()
-    first = np.linalg.norm(problem.full_grad(start))
-    norms = {}
-    for name, step in (("theory", None), ("tuned", 0.03)):
-        result = minimize_finite_sum(problem, start, 12_000, method=method, step=step, rng=0)
-        norms[name] = np.linalg.norm(problem.full_grad(result.x))
+@every_method
+def test_theory_and_tuned_step_sizes_both_make_progress(method):
+    problem, left = breast_cancer(), {}
+    for step_size in (None, 0.03):
+        start, options = problem.start(), {"step_size": step_size, "rng": 0}
+        result = minimize_finite_sum(problem, start, 6_000, method=method, **options)
         assert result.success
-    assert norms["theory"] < first
-    assert norms["tuned"] < 0.5 * first
+        left[step_size], first = (np.linalg.norm(problem.full_grad(x)) for x in (result.x, start))
+    assert left[None] < first
+    assert left[0.03] < 0.5 * first
 
 
 def test_spider_moves_no_further_than_accuracy_over_l(problem):
-    points = [problem.start()]
-    minimize_finite_sum(
-        problem,
-        points[0],
-        2000,
-        method="spider",
-        rng=0,
-        accuracy=1e-3,
-        callback=lambda r: points.append(r.x),
-    )
-    moves = np.linalg.norm(np.diff(points, axis=0), axis=1)
+    path = [problem.start()]
+    options = {"rng": 0, "accuracy": 1e-3, "callback": lambda r: path.append(r.x)}
+    minimize_finite_sum(problem, path[0], 2000, method="spider", **options)
+    moves = np.linalg.norm(np.diff(path, axis=0), axis=1)
     assert moves.max() <= 1e-3 / problem.constants.smoothness * (1 + 1e-9)
 
 
-def test_divergence_is_a_status():
-    problem = RobustRegression([[1.0]], [0.0])
-    problem.grad = lambda x, xi: -1e300 * (1 + np.abs(x))
-    result = minimize_finite_sum(problem, np.ones(1), 100, method="svrg", step=1e10, rng=0)
-    assert not result.success
-    assert result.message == "diverged"
+def test_divergence_is_a_status_and_errors_say_what_is_wrong(problem):
+    steep = RobustRegression([[1.0]], [0.0])
+    steep.grad = lambda x, xi: -1e300 * (1 + np.abs(x))
+    result = minimize_finite_sum(steep, np.ones(1), 100, method="svrg", step_size=1e10, rng=0)
+    assert (result.success, result.message) == (False, "diverged")
     assert np.isfinite(result.x).all()
-
-
-def test_errors_say_what_is_wrong(problem):
-    with pytest.raises(ValueError, match="method must be one of svrg, scsg"):
+    with pytest.raises(ValueError, match="method must be one of sgd, adagrad-norm, svrg"):
         minimize_finite_sum(problem, problem.start(), 10, method="saga")
     problem.constants = type(problem.constants)()
     with pytest.raises(ValueError, match="pass smoothness="):
         minimize_finite_sum(problem, problem.start(), 10, method="svrg")
+    minimize_finite_sum(problem, problem.start(), 10, method="sgd", smoothness=1.0)

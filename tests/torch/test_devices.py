@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from optimizers import PATHS, on
 from problems_for_tests import Network
 from torch import nn
 
@@ -13,7 +14,7 @@ CUDA = pytest.param(
 MPS = pytest.param(
     "mps", marks=pytest.mark.skipif(not torch.backends.mps.is_available(), reason="no MPS")
 )
-PATHS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+devices = pytest.mark.parametrize("device", [CUDA, MPS])
 
 
 def run(device, samples=30, **options):
@@ -27,7 +28,7 @@ def run(device, samples=30, **options):
 
 
 @pytest.mark.parametrize("path", PATHS)
-@pytest.mark.parametrize("device", [CUDA, MPS])
+@devices
 def test_equals_the_cpu(device, path):
     (here, a), (there, b) = run("cpu"), run(device, **PATHS[path])
     for p, q in zip(here, there):
@@ -35,51 +36,30 @@ def test_equals_the_cpu(device, path):
     assert b.diagnostics()["sum_g_sq"] == pytest.approx(a.diagnostics()["sum_g_sq"], rel=1e-4)
 
 
-@pytest.mark.parametrize("device", [CUDA, MPS])
+@devices
 def test_dropout_is_replayed(device):
     p, seen = nn.Parameter(torch.ones(64, device=device)), []
+    p.register_hook(lambda g: seen.append(g.clone()))
     opt = StormPlus([p])
-
-    def closure():
-        opt.zero_grad()
-        loss = nn.functional.dropout(p).sum()
-        loss.backward()
-        seen.append(p.grad.clone())
-        return loss
-
-    opt.step(closure)
-    opt.step(closure)
+    for _ in range(2):
+        opt.step(on(opt, lambda: nn.functional.dropout(p).sum()))
     assert torch.equal(seen[1], seen[2])
     assert not torch.equal(seen[0], seen[1])
 
 
-@pytest.mark.parametrize("device", [CUDA, MPS])
+@devices
 def test_parameters_on_two_devices_and_a_module_that_moves(device):
     p, q = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4, device=device))
     opt = StormPlus([p, q])
-
-    def closure():
-        opt.zero_grad()
-        loss = torch.sin(p).sum() + torch.sin(q).sum().cpu()
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        opt.step(closure)
+        opt.step(on(opt, lambda: torch.sin(p).sum() + torch.sin(q).sum().cpu()))
     torch.testing.assert_close(p, q.cpu())
     model = nn.Linear(4, 1)
     moved = StormPlus(model.parameters())
     model.to(device)
     x = torch.ones(2, 4, device=device)
-
-    def evaluate():
-        moved.zero_grad()
-        loss = model(x).square().mean()
-        loss.backward()
-        return loss
-
     for _ in range(3):
-        moved.step(evaluate)
+        moved.step(on(moved, lambda: model(x).square().mean()))
     assert moved.state[model.weight]["estimator"].device == model.weight.device
 
 

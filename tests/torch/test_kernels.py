@@ -1,4 +1,4 @@
-"""The three ways of running a pass: equal on real sizes, lean, compiled once."""
+"""The three ways of running a pass, compiled for real here: equal, accurate, lean."""
 
 import gc
 import os
@@ -6,44 +6,123 @@ import subprocess
 import sys
 import weakref
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from optimizers import PATHS, halves
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from stormplus import StormPlus
-from stormplus.torch import fused
-from stormplus.torch.work import gather
+from stormplus.torch.core import compiled
+from stormplus.torch.core.kernels import CHUNK, split
 
-PATHS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
-SHAPES = [(512, 512, 3, 3), (700, 1000), (64,), (1,), (), (33, 7), (0,)]
+# Larger than a chunk, of several sizes that are joined, and what has no elements.
+SHAPES = [(700, 1000), (40, 30, 30), (64,), (1,), (), (33, 7), (0,)]
+each_path = pytest.mark.parametrize("path", PATHS)
 
 
-def run(path, steps=4, **options):
+def run(path, steps=3, dtype=torch.float32, shapes=SHAPES, **options):
     torch.manual_seed(0)
-    params = [nn.Parameter(torch.randn(shape)) for shape in SHAPES]
-    opt = StormPlus(params, **PATHS[path], **options)
+    params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes]
+    opt = StormPlus(params, lr=0.3, **PATHS[path], **options)
+
+    def evaluate():
+        for p in params:
+            p.grad = torch.sin(p.detach()) + 0.1 * torch.randn_like(p)
+
     for _ in range(steps):
-        for half in (opt.move, opt.estimate) if opt.started else (opt.estimate,):
-            for p in params:
-                p.grad = torch.sin(p.detach()) + 0.1 * torch.randn_like(p)
-            half()
+        halves(opt, evaluate)
     return params, opt
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"scope": "tensor"}])
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        (torch.float32, {}),
+        (torch.float32, {"weight_decay": 0.1, "scope": "tensor", "maximize": True}),
+        (torch.float32, {"weight_decay": 0.1, "decoupled_weight_decay": True}),
+        (torch.float64, {}),
+        (torch.bfloat16, {"weight_decay": 0.1}),
+    ],
+    ids=["float32", "L2", "decoupled", "float64", "bfloat16"],
+)
 @pytest.mark.parametrize("path", ["foreach", "fused"])
-def test_paths_agree_on_millions_of_elements(path, options):
-    # float32: a handful of roundings a step, seen through steps of order one
-    (plain, a), (other, b) = run("plain", **options), run(path, **options)
+def test_paths_agree_on_large_tensors(path, dtype, options):
+    # A handful of roundings a step, seen through steps of order one; bf16 may fall on the other
+    # side of a rounding of 2^-8.
+    (plain, a), (other, b) = (run(way, dtype=dtype, **options) for way in ("plain", path))
+    tolerance = {torch.float32: 1e-5, torch.float64: 1e-12, torch.bfloat16: 2**-7}[dtype]
     for p, q in zip(plain, other):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
         torch.testing.assert_close(
-            a.state[p]["estimator"], b.state[q]["estimator"], rtol=1e-5, atol=1e-5
+            a.state[p]["estimator"], b.state[q]["estimator"], rtol=tolerance, atol=tolerance
         )
     for name, value in a.diagnostics().items():
-        assert b.diagnostics()[name] == pytest.approx(value, rel=1e-6)
+        assert b.diagnostics()[name] == pytest.approx(value, rel=max(1e-6, tolerance / 10))
+
+
+# -- squared norms -------------------------------------------------------------------------------
+
+
+@each_path
+@pytest.mark.parametrize("size", [2_000_000, pytest.param(10**8, marks=pytest.mark.long)])
+def test_squared_norms_of_many_elements(path, size):
+    # torch.linalg.vector_norm(x)**2 in float32 is 2% low at 1e8
+    torch.manual_seed(0)
+    p, g = nn.Parameter(torch.zeros(size)), torch.randn(size)
+    exact = sum(float(np.dot(c, c)) for c in (b.numpy().astype(np.float64) for b in g.split(10**6)))
+    opt = StormPlus([p], lr=0.0, **PATHS[path])
+    p.grad = g
+    opt.estimate()
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(exact, rel=1e-12)
+    p.grad = torch.zeros_like(g)
+    opt.move()
+    opt.estimate()
+    scale = 1 - (1 + exact) ** (-2 / 3)
+    assert opt.diagnostics()["estimator_norm"] ** 2 == pytest.approx(scale**2 * exact, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.sampled_from([0.0, 1e-38, 1e-20, 1.0, -3.0, 1e10, 1e20, 3e38]), min_size=1))
+def test_squared_norms_of_any_range(numbers):
+    x = torch.tensor(numbers, dtype=torch.float32)
+    opt = StormPlus([nn.Parameter(x)])
+    opt.parameters()[0].grad = x
+    opt.estimate()
+    exact = float(np.square(x.double().numpy()).sum())
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(exact, rel=1e-14)
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (7,), (3, 5), (2, 3, 4)], ids=str)
+def test_pieces_of_any_shape_and_stride(shape):
+    x = torch.randn(shape)
+    for view in (x, x.t() if x.dim() == 2 else x, x.expand(2, *shape)):
+        seen = torch.cat([piece.reshape(-1) for (piece,) in split(4, view)])
+        assert sorted(seen.tolist()) == sorted(view.reshape(-1).tolist())
+
+
+def test_large_tensors_whose_strides_differ_go_row_by_row():
+    torch.manual_seed(0)
+    p, g = nn.Parameter(torch.randn(900, 700)), torch.randn(700, 900).t()
+    assert p.numel() > CHUNK
+    opt = StormPlus([p])
+    p.grad = g
+    assert p.grad.stride() != p.stride()
+    opt.estimate()
+    assert torch.equal(opt.state[p]["estimator"], g)
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(float(g.double().square().sum()))
+    p.grad, keep = None, 1 - opt.diagnostics()["gain"]
+    opt.move()
+    opt.estimate()  # a missing gradient goes by chunks too
+    torch.testing.assert_close(opt.state[p]["estimator"], keep * g)
+
+
+# -- temporaries ---------------------------------------------------------------------------------
 
 
 class Peak(TorchDispatchMode):
@@ -51,72 +130,75 @@ class Peak(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live = self.peak = self.largest = 0
+        self.live = self.peak = 0
         self.seen = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (list, tuple)) else [out]:
-            if isinstance(t, torch.Tensor) and t._base is None:
-                storage = t.untyped_storage()
-                key = storage.data_ptr()
-                known = {a.untyped_storage().data_ptr() for a in _tensors(args)}
-                if key not in known and key not in self.seen and storage.nbytes():
-                    self.seen.add(key)
-                    self._track(storage, key)
+        known = {t.untyped_storage().data_ptr() for t in self._tensors(args)} | self.seen
+        for t in self._tensors(out):
+            storage = t.untyped_storage()
+            key, size = storage.data_ptr(), storage.nbytes()
+            if t._base is None and key not in known and size:
+                self.seen.add(key)
+                self.live += size
+                self.peak = max(self.peak, self.live)
+                weakref.finalize(storage, self._gone, key, size)
         return out
 
-    def _track(self, storage, key):
-        size = storage.nbytes()
-        self.live += size
-        self.peak = max(self.peak, self.live)
+    def _gone(self, key, size):
+        self.live -= size
+        self.seen.discard(key)
 
-        def gone():
-            self.live -= size
-            self.seen.discard(key)
-
-        weakref.finalize(storage, gone)
+    @staticmethod
+    def _tensors(tree):
+        return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _tensors(args):
-    for a in args:
-        if isinstance(a, torch.Tensor):
-            yield a
-        elif isinstance(a, (list, tuple)):
-            yield from _tensors(a)
+@pytest.mark.parametrize(
+    "options", [{}, {"weight_decay": 0.1}, {"check_finite": False}], ids=["", "L2", "unchecked"]
+)
+@pytest.mark.parametrize("path", ["plain", "foreach"])
+def test_temporaries_stay_below_the_largest_tensor(path, options):
+    params, opt = run(path, steps=2, shapes=[(512, 512, 3, 3), *SHAPES], **options)
+    largest = max(p.nbytes for p in params)
+    gc.collect()
+    for half in (opt.move, opt.estimate):
+        with Peak() as peak:
+            half()
+        assert 0 < peak.peak <= largest, f"{half.__name__}: {peak.peak / largest:.2f} x largest"
 
 
-def test_fused_joins_small_tensors_in_bounded_portions():
+# -- compiled kernels ----------------------------------------------------------------------------
+
+
+def sorted_out(opt):
+    (bundle,) = opt._roster().bundles()
+    return compiled._sort(bundle)
+
+
+def test_small_tensors_are_joined_in_bounded_portions():
     params = [nn.Parameter(torch.randn(30_000)) for _ in range(40)]
     opt = StormPlus(params, fused=True)
     for p in params:
         p.grad = torch.randn_like(p)
     opt.estimate()
-    batches = gather(opt.param_groups, opt.state, opt._home, opt._options).known.values()
-    sizes = [flat.size for batch in batches for flat in fused._split(batch)[0]]
+    sizes = [flat.size for flat in sorted_out(opt)[0]]
     assert sum(sizes) == 40 * 30_000
-    assert max(sizes) <= fused.SMALL
+    assert max(sizes) <= compiled.SMALL
 
 
-def test_fused_takes_channels_last_as_it_is():
+def test_channels_last_is_taken_as_it_is():
     p = nn.Parameter(torch.randn(64, 64, 5, 5).to(memory_format=torch.channels_last))
-    twin = nn.Parameter(p.detach().clone())
-    runs = []
-    for q, options in ((p, {"fused": True}), (twin, {})):
-        opt = StormPlus([q], lr=0.1, **options)
-        for _ in range(3):
-            for half in (opt.move, opt.estimate) if opt.started else (opt.estimate,):
-                q.grad = torch.sin(q.detach())
-                half()
-        runs.append(q)
-        batch = next(
-            iter(gather(opt.param_groups, opt.state, opt._home, opt._options).known.values())
-        )
-        assert fused._split(batch)[1].xs == []  # nothing is left for the plain path
-    torch.testing.assert_close(*runs, rtol=1e-5, atol=1e-6)
+    opt = StormPlus([p], fused=True)
+    p.grad = torch.sin(p.detach())
+    opt.estimate()
+    flats, rest = sorted_out(opt)
+    assert [flat.size for flat in flats] == [p.numel()]
+    assert rest.items == []  # nothing is left for the plain path
 
 
-def test_fused_gives_way_to_a_dispatch_mode_and_comes_back():
+def test_the_kernels_give_way_to_a_dispatch_mode_and_come_back():
     p = nn.Parameter(torch.randn(100_000))
     opt = StormPlus([p], fused=True)
     p.grad = torch.ones_like(p)
@@ -129,65 +211,25 @@ def test_fused_gives_way_to_a_dispatch_mode_and_comes_back():
     assert opt.diagnostics()["step"] == 3
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1}, {"check_finite": False}])
-@pytest.mark.parametrize("path", ["plain", "foreach"])
-def test_temporaries_stay_below_the_largest_tensor(path, options):
-    params, opt = run(path, steps=2, **options)
-    largest = max(p.numel() * p.element_size() for p in params)
-    gc.collect()
-    for half in (opt.move, opt.estimate):
-        with Peak() as peak:
-            half()
-        assert 0 < peak.peak <= largest, f"{half.__name__}: {peak.peak / largest:.2f} x largest"
-
-
-def test_fused_kernels_compile_once_whatever_the_shapes_and_numbers():
+def test_the_kernels_compile_once_whatever_the_shapes_and_numbers():
     torch._dynamo.reset()
-    fused._compiled.cache_clear()
+    compiled._compiled.cache_clear()
     torch._dynamo.utils.counters.clear()
-    run("fused", steps=3, weight_decay=0.1)
-    params, opt = run("fused", steps=3)
-    compiled = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    assert compiled == 4  # probe, move, and estimate with and without weight decay
-    for group in opt.param_groups:
-        group.update(lr=0.123, weight_decay=0.01)
+    run("fused", weight_decay=0.1)
+    params, opt = run("fused")
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs == 4  # probe, move, and estimate with and without weight decay
+    opt.param_groups[0].update(lr=0.123, weight_decay=0.01)
     more = [nn.Parameter(torch.randn(shape)) for shape in [(77, 1000), (123457,), (5,)]]
     opt.add_param_group({"params": more, "lr": 0.5, "maximize": True})
+
+    def evaluate():
+        for p in (*params, *more):
+            p.grad = torch.randn_like(p)
+
     for _ in range(3):
-        for half in (opt.move, opt.estimate):
-            for p in (*params, *more):
-                p.grad = torch.randn_like(p)
-            half()
-    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == compiled
-
-
-# torch warns about itself when any optimizer's closure returns a loss inside torch.compile
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
-@pytest.mark.parametrize("options", [{}, {"fused": True}])
-def test_inside_the_users_torch_compile(options):
-    # The optimizer itself stays outside the graph; the result is that of the plain call.
-    runs = []
-    for compiled in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 300), nn.Tanh(), nn.Linear(300, 1))
-        opt = StormPlus(model.parameters(), lr=0.3, **options)
-        x = torch.randn(32, 20)
-        calls = []
-
-        def closure():
-            calls.append(None)
-            opt.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        step = torch.compile(opt.step) if compiled else opt.step
-        for _ in range(4):
-            step(closure)
-        assert len(calls) == 7
-        runs.append([p.detach().clone() for p in model.parameters()])
-    for a, b in zip(*runs):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+        halves(opt, evaluate)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
 
 
 def test_fused_moves_are_seen_by_autograd():
@@ -202,6 +244,43 @@ def test_fused_moves_are_seen_by_autograd():
         stale.backward()
 
 
+def test_an_error_that_is_not_the_compilers_is_passed_on(monkeypatch):
+    def broken(*_):
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(torch, "compile", lambda kernel, **_: kernel)
+    with pytest.raises(ZeroDivisionError):
+        compiled._compiled.__wrapped__(broken)()
+
+
+# torch warns about itself when any optimizer's closure returns a loss inside torch.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_inside_the_users_torch_compile():
+    # The optimizer itself stays outside the graph; the result is that of the plain call.
+    ends = []
+    for wrap in (lambda step: step, torch.compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
+        opt = StormPlus(model.parameters(), lr=0.3, fused=True)
+        x, calls = torch.randn(32, 20), []
+
+        def closure():
+            calls.append(None)
+            opt.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        step = wrap(opt.step)
+        for _ in range(4):
+            step(closure)
+        assert len(calls) == 7
+        ends.append([p.detach().clone() for p in model.parameters()])
+    for a, b in zip(*ends):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.long
 def test_fused_without_a_compiler_says_so_before_anything_moved(tmp_path):
     code = (
         "import torch\n"

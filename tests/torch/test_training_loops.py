@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from optimizers import on
 from torch import nn
 from torch.func import functional_call, grad_and_value
 from torch.nn import functional as F
@@ -17,20 +18,19 @@ Y = torch.randn(15, 32, 1, generator=DATA, dtype=torch.float64)
 
 def network(dropout=0.0):
     torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
-    ).double()  # fmt: skip
+    layers = nn.Linear(6, 16), nn.Tanh(), nn.Dropout(dropout), nn.Linear(16, 1)
+    return nn.Sequential(*layers).double()
 
 
 def loss_of(model, x, y):
     return F.smooth_l1_loss(model(x), y)
 
 
-def train(model, backward, lr=0.3, **options):
-    """`backward(x, y)` fills the gradients; returns the optimizer."""
-    opt = StormPlus(model.parameters(), lr=lr, **options)
+def train(model, backward=None, lr=0.3):
+    """`backward(x, y)` fills the gradients, by default those of the loss; returns the optimizer."""
+    opt = StormPlus(model.parameters(), lr=lr)
+    backward = backward or (lambda x, y: loss_of(model, x, y).backward())
     calls = []
-
     for i, (x, y) in enumerate(zip(X, Y)):
 
         def closure():
@@ -44,177 +44,120 @@ def train(model, backward, lr=0.3, **options):
     return opt
 
 
-def plain(model):
+def reference(model, process=lambda gradients: gradients):
+    """What `minimize` makes of it; `process` gets every gradient."""
+    names, x0 = zip(*((n, p.detach().numpy().copy()) for n, p in model.named_parameters()))
+
+    def gradient(blocks, xi):
+        w = {n: torch.tensor(b, requires_grad=True) for n, b in zip(names, blocks)}
+        loss = F.smooth_l1_loss(functional_call(model, w, (xi[0],)), xi[1])
+        return [g.numpy() for g in process(torch.autograd.grad(loss, list(w.values())))]
+
+    stream = iter(zip(X, Y))
+    return minimize(gradient, list(x0), lambda rng: next(stream), len(X), lr=0.3).x
+
+
+def assert_same(model, expected):
+    for p, q in zip(model.parameters(), expected, strict=True):
+        np.testing.assert_allclose(p.detach().numpy(), np.asarray(q), rtol=1e-9, atol=1e-12)
+
+
+def plain_run(dropout=0.0):
+    model = network(dropout)
+    train(model)
+    return [p.detach() for p in model.parameters()]
+
+
+# -- accumulation and clipping -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[16, 16], [20, 12], [1] * 32], ids=["2", "unequal", "32"])
+def test_micro_batches_weighted_by_their_size_equal_the_full_batch(sizes):
+    model = network()
+
     def backward(x, y):
-        loss = loss_of(model, x, y)
-        loss.backward()
-        return loss
-
-    return backward
-
-
-def assert_same(model, expected, rtol=1e-10):
-    for p, q in zip(model.parameters(), expected.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=rtol, atol=1e-12)
-
-
-# -- accumulation --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("parts", [2, 4, 32])
-def test_micro_batches_equal_the_full_batch(parts):
-    model, expected = network(), network()
-
-    def backward(x, y):
-        total = 0.0
-        for u, v in zip(x.chunk(parts), y.chunk(parts)):
-            loss = loss_of(model, u, v) / parts
-            loss.backward()
-            total += loss.detach()
-        return total
+        for u, v in zip(x.split(sizes), y.split(sizes)):
+            (loss_of(model, u, v) * len(u) / len(x)).backward()
 
     train(model, backward)
-    train(expected, plain(expected))
-    # float64: a sum of `parts` gradients differs by rounding; the runs contract
-    assert_same(model, expected)
-
-
-def test_micro_batches_with_unequal_sizes_are_weighted():
-    model, expected = network(), network()
-
-    def backward(x, y):
-        total = 0.0
-        for u, v in zip(x.split([20, 12]), y.split([20, 12])):
-            loss = loss_of(model, u, v) * len(u) / len(x)
-            loss.backward()
-            total += loss.detach()
-        return total
-
-    train(model, backward)
-    train(expected, plain(expected))
-    assert_same(model, expected)
+    assert_same(model, plain_run())
 
 
 def test_micro_batches_with_dropout_replay_all_their_masks():
-    # Two evaluations of the whole accumulation draw the same masks, so that with lr = 0 the
-    # correction g - g~ vanishes and d is exactly the average that the paper's rule gives.
-    model = network(dropout=0.5)
-    seen = []
+    # With lr = 0 both evaluations are at one point: the same masks give the same gradient.
+    model, seen = network(dropout=0.5), []
 
     def backward(x, y):
         for u, v in zip(x.chunk(4), y.chunk(4)):
             (loss_of(model, u, v) / 4).backward()
         seen.append(model[0].weight.grad.clone())
-        return None
 
     train(model, backward, lr=0.0)
-    for first, second in zip(seen[1::2], seen[2::2]):
-        assert torch.equal(first, second)
-
-
-# -- clipping ------------------------------------------------------------------------------------
+    assert all(torch.equal(*pair) for pair in zip(seen[1::2], seen[2::2]))
 
 
 def test_clipping_inside_the_closure_clips_both_gradients_separately():
-    bound = 0.1
-    model = network()
+    model, bound = network(), 0.1
 
-    def gradient(blocks, xi):
-        x, y = xi
-        w = {n: torch.tensor(b, requires_grad=True) for (n, _), b in zip(names, blocks)}
-        loss = F.smooth_l1_loss(functional_call(model, w, (x,)), y)
-        g = torch.autograd.grad(loss, list(w.values()))
-        norm = torch.sqrt(sum(t.square().sum() for t in g))
-        scale = min(1.0, bound / float(norm + 1e-6))  # as clip_grad_norm_ does
-        return [(t * scale).numpy() for t in g]
+    def clipped(gradients):
+        norm = torch.sqrt(sum(g.square().sum() for g in gradients))
+        return [g * min(1.0, bound / float(norm + 1e-6)) for g in gradients]  # as torch does
 
-    names = list(model.named_parameters())
-    x0 = [p.detach().numpy().copy() for _, p in names]
-    stream = iter(zip(X, Y))
-    expected = minimize(gradient, x0, lambda rng: next(stream), len(X), lr=0.3)
+    expected = reference(model, clipped)
 
     def backward(x, y):
-        loss = loss_of(model, x, y)
-        loss.backward()
+        loss_of(model, x, y).backward()
         nn.utils.clip_grad_norm_(model.parameters(), bound)
-        return loss
 
     opt = train(model, backward)
-    for p, block in zip(model.parameters(), expected.x):
-        np.testing.assert_allclose(p.detach().numpy(), block, rtol=1e-9, atol=1e-12)
+    assert_same(model, expected)
     assert opt.diagnostics()["grad_norm"] <= bound
 
 
 def test_clipping_breaks_the_noiseless_identity():
     # What the docs warn of: d is no longer the gradient even without noise, because the two
     # gradients of a sample are shortened by different factors.
-    def error(clip):
+    def error(bound):
         model = network()
         opt = StormPlus(model.parameters(), lr=0.3)
+        evaluate = on(opt, lambda: loss_of(model, X[0], 20 * Y[0]))
 
         def closure():
-            opt.zero_grad()
-            loss = loss_of(model, X[0], 20 * Y[0])
-            loss.backward()
-            if clip:
-                nn.utils.clip_grad_norm_(model.parameters(), 0.3)
-            return loss
+            evaluate()
+            nn.utils.clip_grad_norm_(model.parameters(), bound)
 
         for _ in range(30):
             opt.step(closure)
-        opt.zero_grad()
-        loss_of(model, X[0], 20 * Y[0]).backward()
-        pairs = [(opt.state[p]["estimator"], p.grad) for p in model.parameters()]
-        norm = sum(g.square().sum() for _, g in pairs).sqrt()
-        return float(sum((d - g).square().sum() for d, g in pairs).sqrt() / norm)
+        evaluate()
+        d = torch.cat([opt.state[p]["estimator"].flatten() for p in model.parameters()])
+        g = torch.cat([p.grad.flatten() for p in model.parameters()])
+        return float((d - g).norm() / g.norm())
 
-    assert error(clip=False) < 1e-12
-    assert error(clip=True) > 0.1
-
-
-# -- models of other kinds -------------------------------------------------------------------------
+    assert error(bound=1e9) < 1e-12
+    assert error(bound=0.3) > 0.1
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_compiled_model(dropout):
-    model = network(dropout).float()
+# -- models of other kinds -----------------------------------------------------------------------
+
+
+def test_the_dropout_of_a_compiled_model_is_replayed():
+    model, gradients = network(dropout=0.5).float(), []
     compiled = torch.compile(model)
-    opt = StormPlus(model.parameters(), lr=0.3)
-    gradients = []
+    opt = StormPlus(model.parameters(), lr=0.0)
+    evaluate = on(opt, lambda: loss_of(compiled, X[0].float(), Y[0].float()))
 
     def closure():
-        opt.zero_grad()
-        loss = loss_of(compiled, X[0].float(), Y[0].float())
-        loss.backward()
+        evaluate()
         gradients.append(model[0].weight.grad.clone())
-        return loss
 
-    opt.param_groups[0]["lr"] = 0.0  # so that both evaluations are at one point
-    for _ in range(5):
+    for _ in range(3):
         opt.step(closure)
-    for first, second in zip(gradients[1::2], gradients[2::2]):
-        assert torch.equal(first, second)  # the compiled dropout is replayed too
-    if dropout:
-        assert not torch.equal(gradients[0], gradients[1])
-        return
-    expected = network().float()
-    for net, call in ((model, compiled), (expected, expected)):
-        run = StormPlus(net.parameters(), lr=0.3)
-        for x, y in zip(X.float(), Y.float()):
-
-            def evaluate():
-                run.zero_grad()
-                loss = loss_of(call, x, y)
-                loss.backward()
-                return loss
-
-            run.step(evaluate)
-    for p, q in zip(model.parameters(), expected.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+    assert all(torch.equal(*pair) for pair in zip(gradients[1::2], gradients[2::2]))
+    assert not torch.equal(gradients[0], gradients[1])
 
 
-def test_torch_func_model():
-    model, expected = network(), network()
+def test_a_torch_func_model():
+    model = network()
     params = dict(model.named_parameters())
 
     def functional_loss(weights, x, y):
@@ -222,14 +165,12 @@ def test_torch_func_model():
 
     def backward(x, y):
         weights = {n: p.detach() for n, p in params.items()}
-        gradients, loss = grad_and_value(functional_loss)(weights, x, y)
+        gradients, _ = grad_and_value(functional_loss)(weights, x, y)
         for n, p in params.items():
             p.grad = gradients[n]
-        return loss
 
     train(model, backward)
-    train(expected, plain(expected))
-    assert_same(model, expected)
+    assert_same(model, plain_run())
 
 
 def test_tied_weights_count_once():
@@ -237,85 +178,57 @@ def test_tied_weights_count_once():
         def __init__(self):
             super().__init__()
             torch.manual_seed(0)
-            self.encode = nn.Linear(6, 4, bias=False).double()
+            self.encode, self.again = (nn.Linear(6, 4, bias=False).double() for _ in range(2))
             self.decode = nn.Linear(4, 6, bias=False).double()
-            self.decode.weight = nn.Parameter(self.encode.weight.detach().t().clone())
-            self.again = nn.Linear(6, 4, bias=False).double()
             self.again.weight = self.encode.weight  # one parameter, two places
 
         def forward(self, x):
             return self.again(torch.tanh(self.decode(torch.tanh(self.encode(x))))).sum(1, True)
 
     model = Tied()
-    assert len(list(model.parameters())) == 2
-    shape = model.encode.weight.shape
-
-    def gradient(blocks, xi):
-        w, v = (torch.tensor(b, requires_grad=True) for b in blocks)
-        x, y = xi
-        out = (torch.tanh(torch.tanh(x @ w.T) @ v.T) @ w.T).sum(1, True)
-        return [g.numpy() for g in torch.autograd.grad(F.smooth_l1_loss(out, y), (w, v))]
-
-    x0 = [p.detach().numpy().copy() for p in model.parameters()]
-    stream = iter(zip(X, Y))
-    expected = minimize(gradient, x0, lambda rng: next(stream), len(X), lr=0.3)
-    opt = train(model, plain(model))
+    expected = reference(model)
+    opt = train(model)
+    assert len(opt.parameters()) == len(expected) == 2
     assert model.again.weight is model.encode.weight
-    for p, block in zip(model.parameters(), expected.x):
-        np.testing.assert_allclose(p.detach().numpy(), block, rtol=1e-9, atol=1e-12)
-    assert opt.state[model.encode.weight]["estimator"].shape == shape
+    assert_same(model, expected)
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_activation_checkpointing_with_dropout(reentrant):
     # Its recomputation restores the random state of the forward pass and puts the stream
     # back afterwards; ours rewinds before the second evaluation. Together: the plain run.
-    model, expected = network(dropout=0.5), network(dropout=0.5)
+    model = network(dropout=0.5)
 
     def backward(x, y):
         x = x.clone().requires_grad_()  # what the reentrant kind needs
         hidden = checkpoint(model[:3], x, use_reentrant=reentrant)
-        loss = F.smooth_l1_loss(model[3](hidden), y)
-        loss.backward()
-        return loss
+        F.smooth_l1_loss(model[3](hidden), y).backward()
 
     train(model, backward)
-    train(expected, plain(expected))
-    assert_same(model, expected)
+    assert_same(model, plain_run(dropout=0.5))
 
 
 def test_activation_checkpointing_runs_batch_norm_twice_whatever_the_optimizer():
     # torch's own: recomputation is a second forward pass. same_sample leaves one sample's
     # worth of it, which is two.
-    torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1)).double()
     opt = StormPlus(model.parameters(), lr=0.3)
 
-    def closure():
-        opt.zero_grad()
-        hidden = checkpoint(model[:2], X[0], use_reentrant=False)
-        loss = F.smooth_l1_loss(model[2](hidden), Y[0])
-        loss.backward()
-        return loss
+    def loss():
+        return F.smooth_l1_loss(model[2](checkpoint(model[:2], X[0], use_reentrant=False)), Y[0])
 
     for _ in range(3):
-        opt.step(same_sample(opt, model)(closure))
+        opt.step(same_sample(opt, model)(on(opt, loss)))
     assert model[1].num_batches_tracked == 2 * 3
 
 
 def test_parameters_edited_between_steps_need_a_restart():
     # The caveat: after a projection d belongs to another point. restart() puts it right.
     model = network()
-    opt = train(model, plain(model))
+    opt = train(model)
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(0.1)
     opt.restart()
-
-    def closure():
-        opt.zero_grad()
-        return plain(model)(X[0], Y[0])
-
-    opt.step(closure)
-    for p in model.parameters():
-        assert torch.equal(opt.state[p]["estimator"], p.grad)
+    opt.step(on(opt, lambda: loss_of(model, X[0], Y[0])))
+    assert all(torch.equal(opt.state[p]["estimator"], p.grad) for p in model.parameters())

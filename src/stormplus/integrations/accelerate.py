@@ -12,12 +12,10 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import nn
 
-from stormplus.torch.amp import scaled_step
-from stormplus.torch.options import closure_needed
-from stormplus.torch.same_sample import same_sample
+from stormplus.torch import PairedOptimizer, same_sample, scaled_step
+from stormplus.torch.storm import closure_needed
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
@@ -54,15 +52,15 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
         Returns:
             The loss of the first evaluation.
         """
-        opt: StormOptimizer = self.optimizer
+        opt: PairedOptimizer = self.optimizer
         if closure is None:
-            raise TypeError(closure_needed(type(opt).__name__))
+            raise TypeError(closure_needed(opt))
         if not self.gradient_state.sync_gradients:
             raise RuntimeError(
                 "gradients are not synchronised here, so Accelerate would drop this closure and "
                 f"its micro-batch without a word: {ACCUMULATE}"
             )
-        before = opt._home["grad_evaluations"]
+        before = opt.grad_evaluations
         clip = self._clip(max_grad_norm)
         if self.scaler is not None:
             loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
@@ -74,7 +72,7 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
                 return loss
 
             loss = opt.step(same_sample(opt, self.model)(evaluate))
-        self._is_overflow = before == opt._home["grad_evaluations"]  # a scheduler asks for it
+        self._is_overflow = before == opt.grad_evaluations  # a scheduler asks for it
         return loss
 
     def _clip(self, max_norm: float | None) -> Callable[[], Any]:
@@ -88,8 +86,7 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
                 "StormPlus(..., max_move=0.1) bounds the move instead",
                 stacklevel=3,
             )
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        return lambda: torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+        return lambda: nn.utils.clip_grad_norm_(self.optimizer.parameters(), max_norm)
 
 
 def prepare(accelerator: Accelerator, *objects: Any) -> Any:
@@ -118,7 +115,7 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
     several = prepared if isinstance(prepared, tuple) else (prepared,)
     models = nn.ModuleList(accelerator._models)  # of earlier calls too
     for thing in several:
-        if isinstance(thing, AcceleratedOptimizer) and takes_pairs(thing.optimizer):
+        if isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, PairedOptimizer):
             # In place, for the accelerator keeps the wrapper that it has made.
             thing.__class__ = AcceleratedStorm
             thing.model = models
@@ -131,7 +128,7 @@ def _check_models(accelerator: Accelerator, objects: tuple[Any, ...]) -> None:
     known = {id(p) for module in (*modules, *accelerator._models) for p in module.parameters()}
     for thing in objects:
         opt = thing.optimizer if isinstance(thing, AcceleratedOptimizer) else thing
-        if takes_pairs(opt) and known.isdisjoint(map(id, opt._params())):
+        if isinstance(opt, PairedOptimizer) and known.isdisjoint(map(id, opt.parameters())):
             raise ValueError(
                 f"no prepared model has a parameter of this {type(opt).__name__}, so its running "
                 "statistics would move twice a sample: prepare(accelerator, model, opt, ...), or "

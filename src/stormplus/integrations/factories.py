@@ -7,63 +7,41 @@
     opt = pytorch_optimizer.create_optimizer(model, "stormplus", lr=1.0)
 
 Both factories can wrap an optimizer in Lookahead, which moves the parameters behind its back
-every few steps; those registered here that take two gradients a step refuse to step inside one.
+every few steps. Once one of the two functions has been called, an optimizer that takes two
+gradients a step refuses to step inside a Lookahead.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, Untuned
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-_LOOKAHEAD = {"lookahead_alpha", "counter"}  # what timm's and pytorch_optimizer's put in a group
-
-
-def _refuse_lookahead(opt: Any, args: Any, kwargs: Any) -> None:
-    """A step pre-hook."""
-    if takes_pairs(opt) and any(_LOOKAHEAD & group.keys() for group in opt.param_groups):
-        raise RuntimeError(
-            "Lookahead pulls the parameters back every few steps, and the estimator then belongs "
-            "to a point that was left: create the optimizer without it"
-        )
-
-
-class _Alone:
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        assert isinstance(self, StormOptimizer)
-        self.register_step_pre_hook(_refuse_lookahead)
-
-
-class FactoryStormPlus(_Alone, StormPlus):
-    """`StormPlus`, registered as "stormplus"."""
-
-
-class FactorySimplifiedStormPlus(_Alone, SimplifiedStormPlus):
-    """`SimplifiedStormPlus`, registered as "simplifiedstormplus"."""
-
-
-class FactoryStorm(_Alone, Storm):
-    """`Storm`, registered as "storm"."""
-
-
-class FactoryUntuned(_Alone, Untuned):
-    """`Untuned`, registered as "untuned"; `step()` needs no closure."""
-
+from stormplus.torch import (
+    BaseOptimizer,
+    PairedOptimizer,
+    SimplifiedStormPlus,
+    Storm,
+    StormPlus,
+    Untuned,
+)
 
 # Without underscores, which timm takes for the sign of a wrapper.
-OPTIMIZERS: dict[str, tuple[type[StormOptimizer], str]] = {
-    "stormplus": (FactoryStormPlus, "STORM+: corrected momentum, no constants to set"),
+OPTIMIZERS: dict[str, tuple[type[BaseOptimizer], str]] = {
+    "stormplus": (StormPlus, "STORM+: corrected momentum, no constants to set"),
     "simplifiedstormplus": (
-        FactorySimplifiedStormPlus,
+        SimplifiedStormPlus,
         "Simplified STORM+: STORM+ with the gain t^(-2/3)",
     ),
-    "storm": (FactoryStorm, "STORM: corrected momentum, needs the smoothness"),
+    "storm": (Storm, "STORM: corrected momentum, needs the smoothness"),
     "untuned": (
-        FactoryUntuned,
-        "STORM+ in measured units: one gradient a step, no learning rate to find",
+        Untuned,
+        "DoG's distance, RMSprop's unit and an average: one gradient a step, no lr to find",
     ),
 }
+
+_LOOKAHEAD = {"lookahead_alpha", "counter"}  # what timm's and pytorch_optimizer's put in a group
 
 
 def register_timm() -> None:
@@ -81,6 +59,7 @@ def register_timm() -> None:
             default_registry.register(
                 OptimInfo(name=name, opt_class=kind, description=description, has_eps=False)
             )
+    _watch_for_lookahead()
 
 
 def register_pytorch_optimizer() -> None:
@@ -94,3 +73,19 @@ def register_pytorch_optimizer() -> None:
 
     for name, (kind, _) in OPTIMIZERS.items():
         registry.setdefault(name, kind)
+    _watch_for_lookahead()
+
+
+@cache  # once
+def _watch_for_lookahead() -> None:
+    """Look at every optimizer: the factories want classes, and have no place for a hook."""
+    register_optimizer_step_pre_hook(_refuse_lookahead)
+
+
+def _refuse_lookahead(opt: Any, args: Any, kwargs: Any) -> None:
+    """A step pre-hook of torch."""
+    if isinstance(opt, PairedOptimizer) and any(_LOOKAHEAD & g.keys() for g in opt.param_groups):
+        raise RuntimeError(
+            "Lookahead pulls the parameters back every few steps, and the estimator then belongs "
+            "to a point that was left: create the optimizer without it"
+        )

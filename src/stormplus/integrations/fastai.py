@@ -4,7 +4,7 @@ fastai's loop calls `opt.step()` without a closure, which the optimizers refuse.
 takes over where the step would be: it moves the parameters, lets the learner evaluate the
 same batch again, with every callback's events from `after_pred` to `after_step`, and
 completes the step. `Untuned` takes one gradient a step and needs no callback:
-`Learner(..., opt_func=storm(Untuned))`.
+`Learner(..., opt_func=opt_func(Untuned))`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any
 
 from stormplus.integrations.point import Point
-from stormplus.torch import StormPlus, same_sample
+from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, same_sample
 
 try:
     from fastai.callback.core import Callback, CancelStepException
@@ -36,7 +36,7 @@ _REFUSED = {
 }
 
 
-def storm(optimizer: type[StormOptimizer] = StormPlus, *, lr: float = 1.0, **options: Any) -> Any:
+def opt_func(optimizer: type[BaseOptimizer] = StormPlus, *, lr: float = 1.0, **options: Any) -> Any:
     """An `opt_func` for `Learner`.
 
     Args:
@@ -44,13 +44,13 @@ def storm(optimizer: type[StormOptimizer] = StormPlus, *, lr: float = 1.0, **opt
         lr: Becomes `learn.lr`, in place of fastai's 0.001; 1.0 is the paper's.
         **options: Every other argument of the optimizer.
     """
-    return partial(StormWrapper, opt=optimizer, lr=lr, **options)
+    return partial(OptimizerWrapper, opt=optimizer, lr=lr, **options)
 
 
-class StormWrapper(OptimWrapper):
+class OptimizerWrapper(OptimWrapper):
     """What `learn.opt` is; the optimizer itself is `learn.opt.opt`."""
 
-    opt: StormOptimizer
+    opt: BaseOptimizer
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -59,10 +59,7 @@ class StormWrapper(OptimWrapper):
 
     def clear_state(self) -> None:
         """Begin anew; fastai does so when layers are frozen or unfrozen."""
-        groups, self.opt.param_groups = self.opt.param_groups, []
-        self.opt.state.clear()
-        for group in groups:  # the state must exist before the first step
-            self.opt.add_param_group(group)
+        self.opt.reset()
         self.load_error = None
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -85,7 +82,7 @@ class StormWrapper(OptimWrapper):
 
 
 class StormCallback(Callback):
-    """Two gradients a batch; `Learner(..., opt_func=storm(), cbs=StormCallback())`.
+    """Two gradients a batch; `Learner(..., opt_func=opt_func(), cbs=StormCallback())`.
 
     The loss and the predictions that metrics see are those of the first evaluation.
     """
@@ -97,12 +94,12 @@ class StormCallback(Callback):
     def before_train(self) -> None:
         """Refuse what would go wrong quietly."""
         opt = self.learn.opt
-        if not isinstance(opt, StormWrapper):
+        if not isinstance(opt, OptimizerWrapper):
             raise TypeError(
-                f"learn.opt is {type(opt).__name__}: pass Learner opt_func=storm(...) from "
+                f"learn.opt is {type(opt).__name__}: pass Learner opt_func=opt_func(...) from "
                 "stormplus.integrations.fastai"
             )
-        if not takes_pairs(opt.opt):
+        if not isinstance(opt.opt, PairedOptimizer):
             raise TypeError(
                 f"{type(opt.opt).__name__} takes one gradient a step, as fastai gives it: leave "
                 "StormCallback out"
@@ -130,8 +127,8 @@ class StormCallback(Callback):
         self._leave()  # an exception may have ended the last batch halfway
         if opt.pending:
             opt.restart()
-        wrapper.point.settle(opt)
-        left = [p.grad for p in opt._params() if p.grad is not None]
+        wrapper.point.restart_if_moved(opt)
+        left = [p.grad for p in opt.parameters() if p.grad is not None]
         if any(bool(grad.any()) for grad in left):
             raise RuntimeError(
                 "the parameters have gradients from an earlier batch, which the second "

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from stormplus.integrations.point import Point
 from stormplus.integrations.replay import Replay
+from stormplus.torch import PairedOptimizer
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
@@ -67,7 +68,7 @@ class StormPlusMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]
         if self._point is None:
             self._point = Point()
         if not self._replay.recording:
-            self._point.settle(self._replay.opt)
+            self._point.restart_if_moved(self._replay.opt)
         last = self.accelerator.sync_gradients
         self._replay.record(partial(self._again, model, inputs, num_items_in_batch, last))
         return super().training_step(model, inputs, num_items_in_batch)
@@ -85,7 +86,7 @@ class StormPlusMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         opt = unwrapped(self.optimizer)
-        if "loss" in logs and isinstance(opt, StormOptimizer):
+        if "loss" in logs and isinstance(opt, PairedOptimizer):
             logs |= {f"stormplus/{name}": value for name, value in opt.diagnostics().items()}
         super().log(logs, *args, **kwargs)
 
@@ -125,7 +126,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def _check(trainer: Any, opt: Any) -> None:
-    if not takes_pairs(opt):
+    if not isinstance(opt, PairedOptimizer):
         raise TypeError(
             f"StormPlusTrainer is for StormPlus, SimplifiedStormPlus and Storm, got "
             f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None), or "

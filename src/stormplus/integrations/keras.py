@@ -17,9 +17,16 @@ import numpy as np
 import torch
 from torch import nn
 
-import stormplus.torch
 from stormplus.integrations.point import Point
-from stormplus.torch import same_sample
+from stormplus.torch import (
+    BaseOptimizer,
+    PairedOptimizer,
+    SimplifiedStormPlus,
+    Storm,
+    StormPlus,
+    Untuned,
+    same_sample,
+)
 
 try:
     import keras
@@ -37,6 +44,7 @@ if keras.backend.backend() != "torch":
     )
 
 _STATE = "stormplus"
+_METHODS = {kind.__name__: kind for kind in (StormPlus, SimplifiedStormPlus, Storm, Untuned)}
 
 _REFUSED = {
     "clipnorm": "use max_move=, or clip in a closure of your own loop",
@@ -50,10 +58,10 @@ _REFUSED = {
 
 
 @keras.saving.register_keras_serializable("stormplus")
-class KerasStorm(keras.optimizers.Optimizer):
+class KerasOptimizer(keras.optimizers.Optimizer):
     """An optimizer of this package, for `model.compile(optimizer=...)`.
 
-    The model must have `StormTraining` among its bases. Saving the model saves the state,
+    The model must have `ClosureTraining` among its bases. Saving the model saves the state,
     and a loaded model goes on bit by bit.
 
     Args:
@@ -67,23 +75,20 @@ class KerasStorm(keras.optimizers.Optimizer):
         self,
         method: str = "StormPlus",
         learning_rate: Any = 1.0,
-        name: str = "storm",
+        name: str = "stormplus",
         **options: Any,
     ) -> None:
         for key in options.keys() & _REFUSED.keys():
             raise ValueError(f"{key}={options[key]!r} is not supported: {_REFUSED[key]}")
-        kind = getattr(stormplus.torch, method, None)
-        if not (isinstance(kind, type) and issubclass(kind, StormOptimizer)):
-            raise ValueError(
-                f"method must be StormPlus, SimplifiedStormPlus, Storm or Untuned, got {method!r}"
-            )
+        if method not in _METHODS:
+            raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
         super().__init__(learning_rate=learning_rate, name=name)
-        self.method, self._kind, self._options = method, kind, options
+        self.method, self._options = method, options
         self._point = Point()
-        self._torch_optimizer: StormOptimizer | None = None
+        self._torch_optimizer: BaseOptimizer | None = None
 
     @property
-    def torch_optimizer(self) -> StormOptimizer:
+    def torch_optimizer(self) -> BaseOptimizer:
         """The optimizer itself, for `diagnostics()` or `restart()`."""
         if self._torch_optimizer is None:
             raise RuntimeError("the optimizer is not built yet: fit the model, or build(variables)")
@@ -100,7 +105,8 @@ class KerasStorm(keras.optimizers.Optimizer):
                 )
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
-        self._torch_optimizer = self._kind(params.values(), lr=self._lr(), **self._options)
+        make: Any = _METHODS[self.method]
+        self._torch_optimizer = make(params.values(), lr=self._lr(), **self._options)
 
     def step(self, closure: Callable[[], Any], variables: list[Any]) -> None:
         """One step of the torch optimizer, at Keras's learning rate.
@@ -113,20 +119,22 @@ class KerasStorm(keras.optimizers.Optimizer):
             self.build(variables)
         self._check_variables_are_known(variables)
         opt = self.torch_optimizer
-        if takes_pairs(opt):
-            self._point.settle(opt)  # weights may have been loaded without the state
         for group in opt.param_groups:
             group["lr"] = self._lr()
-        opt.step(closure)
-        self._point.note(opt)
+        if isinstance(opt, PairedOptimizer):
+            self._point.restart_if_moved(opt)  # weights may have been loaded without the state
+            opt.step(closure)
+            self._point.note(opt)
+        else:
+            opt.step(closure)
         self._iterations.assign_add(1)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Refused: this is what a model without `StormTraining` calls, with one gradient."""
+        """Refused: this is what a model without `ClosureTraining` calls, with one gradient."""
         raise RuntimeError(
             f"{self.method} evaluates the batch itself, mostly twice, and Keras's own training "
-            "step gives one gradient: make the model's class `class Model(StormTraining, "
-            "keras.Model)`, with StormTraining from stormplus.integrations.keras"
+            "step gives one gradient: make the model's class `class Model(ClosureTraining, "
+            "keras.Model)`, with ClosureTraining from stormplus.integrations.keras"
         )
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
@@ -161,8 +169,8 @@ class KerasStorm(keras.optimizers.Optimizer):
             self.torch_optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
-class StormTraining:
-    """Put it before a Keras model: `class Model(StormTraining, keras.Model): ...`.
+class ClosureTraining:
+    """Put it before a Keras model: `class Model(ClosureTraining, keras.Model): ...`.
 
     The loss and the predictions that metrics see are those of the first evaluation.
     """
@@ -177,10 +185,10 @@ class StormTraining:
         return super().make_train_function(force)  # type: ignore[misc]
 
     def train_step(self: Any, data: Any) -> Any:
-        """One batch: two evaluations, or one if it is the first or if no pair is needed."""
-        if not isinstance(self.optimizer, KerasStorm):
+        """One batch: two evaluations, or one if it is the first or the optimizer takes no pairs."""
+        if not isinstance(self.optimizer, KerasOptimizer):
             raise TypeError(
-                "StormTraining needs compile(optimizer=KerasStorm(...)), got "
+                "ClosureTraining needs compile(optimizer=KerasOptimizer(...)), got "
                 f"{type(self.optimizer).__name__}. A LossScaleOptimizer comes from the dtype "
                 "policy mixed_float16: use mixed_bfloat16, which needs no loss scale"
             )
@@ -201,7 +209,7 @@ class StormTraining:
         if not self.optimizer.built:
             self.optimizer.build(self.trainable_variables)
         opt, evaluate = self.optimizer.torch_optimizer, closure
-        if takes_pairs(opt):
+        if isinstance(opt, PairedOptimizer):
             evaluate = same_sample(opt, _statistics(self))(closure)
         self.optimizer.step(evaluate, self.trainable_variables)
         y_pred, loss = first

@@ -15,21 +15,19 @@ from functools import partial, wraps
 from typing import Any
 
 from stormplus.integrations.replay import Replay
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch import PairedOptimizer
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.strategies import DDPStrategy
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+    from lightning.pytorch.core.optimizer import do_nothing_closure
+    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+    from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer import call
+    from lightning.pytorch.utilities.model_helpers import is_overridden
+    from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning_utilities.core.rank_zero import rank_zero_warn
     from torchmetrics import Metric
-
-    from stormplus.integrations.lightning_refusals import (
-        check,
-        refuse_missing_closure,
-        refuse_the_other_package,
-        storm_optimizers,
-    )
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
         "this integration needs lightning: pip install 'stormplus[lightning]'"
@@ -64,19 +62,19 @@ class StormPlusCallback(Callback):
     # -- what is refused, and what is installed --------------------------------------------------
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        refuse_the_other_package(trainer)
+        _refuse_the_other_package(trainer)
         self._resumed = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         check(trainer, pl_module)
         if pl_module.automatic_optimization:
-            self._install(trainer, pl_module, storm_optimizers(trainer)[0])
+            self._install(trainer, pl_module, _paired_optimizers(trainer)[0])
         else:
-            for opt in storm_optimizers(trainer):
-                hook = opt.register_step_pre_hook(refuse_missing_closure)
+            for opt in _paired_optimizers(trainer):
+                hook = opt.register_step_pre_hook(_refuse_missing_closure)
                 self._installed.callback(hook.remove)
 
-    def _install(self, trainer: Trainer, pl_module: LightningModule, opt: StormOptimizer) -> None:
+    def _install(self, trainer: Trainer, pl_module: LightningModule, opt: PairedOptimizer) -> None:
         plugin = trainer.precision_plugin
         scaler = getattr(plugin, "scaler", None)
 
@@ -105,7 +103,7 @@ class StormPlusCallback(Callback):
         ) -> None:
             def first() -> Any:
                 loss = optimizer_closure()
-                if loss is None and all(p.grad is None for p in opt._params()):
+                if loss is None and all(p.grad is None for p in opt.parameters()):
                     raise _SampleSkipped
                 return loss
 
@@ -150,7 +148,7 @@ class StormPlusCallback(Callback):
         every = trainer.log_every_n_steps
         if not self._log_diagnostics or not every or trainer.global_step % every:
             return
-        optimizers = storm_optimizers(trainer)
+        optimizers = _paired_optimizers(trainer)
         for i, opt in enumerate(optimizers):
             prefix = "stormplus/" if len(optimizers) == 1 else f"stormplus/{i}/"
             pl_module.log_dict({prefix + name: v for name, v in opt.diagnostics().items()})
@@ -164,7 +162,7 @@ class StormPlusCallback(Callback):
         # `trainer.validate`.
         if trainer.world_size == 1 and trainer.optimizers:
             checkpoint[CHECKPOINT_KEY] = {
-                "rng": storm_optimizers(trainer)[0]._random_streams().pack(),
+                "rng": _paired_optimizers(trainer)[0].random_streams().pack(),
                 "mid_epoch": not trainer.is_last_batch,
             }
 
@@ -180,7 +178,7 @@ class StormPlusCallback(Callback):
     def _rewind(self, trainer: Trainer) -> None:
         if self._resumed is None:
             return
-        packed, streams = self._resumed["rng"], storm_optimizers(trainer)[0]._random_streams()
+        packed, streams = self._resumed["rng"], _paired_optimizers(trainer)[0].random_streams()
         if packed.numel() != streams.size:
             rank_zero_warn(
                 f"the checkpoint holds {packed.numel()} bytes of random state, this process has "
@@ -197,7 +195,7 @@ class _SampleSkipped(Exception):  # nothing is wrong: the user asked for it
     """`training_step` returned None."""
 
 
-def _evaluate_again(trainer: Any, opt: StormOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
+def _evaluate_again(trainer: Any, opt: PairedOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
     """A micro-batch that is not the last: no gradients are sent."""
     strategy, results = trainer.strategy, trainer._results
     with (
@@ -243,3 +241,79 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, before)
         else:
             delattr(owner, name)
+
+
+# -- what is refused, and why --------------------------------------------------------------------
+
+
+def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
+    found: list[Any] = [opt for opt in trainer.optimizers if isinstance(opt, PairedOptimizer)]
+    if not found:
+        names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
+        raise TypeError(
+            f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
+            "return one of them from configure_optimizers, or leave the callback out, which one "
+            "gradient a step does not need"
+        )
+    return found
+
+
+def _refuse_the_other_package(trainer: Any) -> None:
+    if not isinstance(trainer, Trainer):
+        kind = type(trainer)
+        raise TypeError(
+            f"the trainer is a {kind.__module__.split('.')[0]}.{kind.__qualname__}, and "
+            "StormPlusCallback works with that of the package lightning: import Trainer, "
+            "LightningModule and callbacks from lightning.pytorch, not from pytorch_lightning"
+        )
+
+
+def check(trainer: Any, pl_module: LightningModule) -> None:
+    plugin, strategy = trainer.precision_plugin, trainer.strategy
+    passes_closure = (Precision.optimizer_step, MixedPrecision.optimizer_step)
+    if type(plugin).optimizer_step not in passes_closure:
+        raise TypeError(
+            f"the precision plugin {type(plugin).__name__} steps in its own way, without our "
+            'closure: use precision="32-true", "64-true", "bf16-mixed" or "16-mixed"'
+        )
+    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise TypeError(
+            f"the strategy {type(strategy).__name__} has not been verified: use one device or "
+            'strategy="ddp", or FSDP2 in a loop of your own (docs/many-machines.md)'
+        )
+    if getattr(strategy, "_model_averager", None) is not None:
+        raise ValueError("model averaging moves the parameters behind the optimizer's back")
+    if any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks):
+        raise ValueError(
+            "StochasticWeightAveraging ends with an epoch of steps without gradients: average "
+            "with EMAWeightAveraging, or with stormplus.UniformIterate"
+        )
+    if pl_module.automatic_optimization and is_param_in_hook_signature(
+        pl_module.training_step, "dataloader_iter", explicit=True
+    ):
+        raise TypeError(
+            "training_step(self, dataloader_iter) draws another batch each time it is called, so "
+            "that the two gradients of a sample would be of two samples: take (self, batch, "
+            "batch_idx), or use manual optimization with one draw before the closure"
+        )
+    if getattr(plugin, "scaler", None) is not None and not pl_module.automatic_optimization:
+        raise ValueError(
+            "with manual optimization and 16-mixed Lightning steps without the closure: use "
+            "bf16-mixed, or automatic optimization"
+        )
+    if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module):
+        rank_zero_warn(
+            "gradient clipping shortens the two gradients of a sample separately, so that their "
+            "difference is no longer the change of one gradient. To bound the move instead: "
+            "StormPlus(..., max_move=0.1)"
+        )
+
+
+def _refuse_missing_closure(opt: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    # Lightning puts an empty closure where there is none, inside a partial of its own.
+    if getattr(kwargs.get("closure"), "args", [None])[-1] is do_nothing_closure:
+        raise TypeError(
+            "opt.step() was called without a closure, which Lightning replaces by an empty one: "
+            "opt.step(same_sample(opt.optimizer, self)(closure)), where the closure calls "
+            "opt.zero_grad(), computes the loss, calls self.manual_backward(loss), returns it"
+        )

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from stormplus.torch.optimizer import StormOptimizer
+from stormplus.torch import PairedOptimizer
 
 
 class Point:
@@ -16,33 +14,30 @@ class Point:
     """
 
     def __init__(self) -> None:
-        self._state: Any = None
+        self._opt: PairedOptimizer | None = None
+        self._generation = 0
         self._versions: list[int] = []
         self._restarted = False
 
-    def note(self, opt: StormOptimizer) -> None:
+    def note(self, opt: PairedOptimizer) -> None:
         """Remember the present point; call it when a step is complete."""
-        self._state = _identity(opt)
-        self._versions = [p._version for p in opt._params()]
+        self._opt, self._generation = opt, opt.generation
+        self._versions = _versions(opt)
 
-    def forget(self) -> None:
-        """The present state belongs to whatever point this is."""
-        self._state = None
-
-    def has_moved(self, opt: StormOptimizer) -> bool:
+    def has_moved(self, opt: PairedOptimizer) -> bool:
         """Whether the parameters have been written to since `note`.
 
-        Not if the optimizer's state has been loaded or made anew in the meantime: that one
-        belongs to whatever point this is.
+        Not if the optimizer is another one, or its state has been loaded or made anew in the
+        meantime: that state belongs to whatever point this is.
         """
-        versions = [p._version for p in opt._params()]
-        return self._state is _identity(opt) and self._versions != versions
+        same_state = self._opt is opt and self._generation == opt.generation
+        return same_state and self._versions != _versions(opt)
 
-    def settle(self, opt: StormOptimizer) -> None:
-        """Restart the estimator if the parameters have moved; call it before a batch.
+    def restart_if_moved(self, opt: PairedOptimizer) -> None:
+        """Restart the estimator if the parameters have moved; call it before a sample.
 
         Raises:
-            RuntimeError: If the batch before had to restart too. A batch that restarts takes
+            RuntimeError: If the sample before had to restart too. A sample that restarts takes
                 one gradient and moves nothing, so such a run would stand still.
         """
         moved = opt.started and not opt.pending and self.has_moved(opt)
@@ -61,6 +56,5 @@ class Point:
         return Point, ()  # copies of the parameters have counters of their own
 
 
-def _identity(opt: StormOptimizer) -> Any:
-    """An object that lasts as long as the state that the optimizer has now."""
-    return opt.state[next(opt._params())]
+def _versions(opt: PairedOptimizer) -> list[int]:
+    return [p._version for p in opt.parameters()]

@@ -8,14 +8,12 @@ that is there, the second comes from evaluating the same micro-batches again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import nn
 
-from stormplus.torch.optimizer import StormOptimizer
-from stormplus.torch.same_sample import RandomStreams, same_sample
+from stormplus.torch import PairedOptimizer, same_sample
 
 RETRIES = 20  # how often the second evaluation may overflow in fp16, as in `scaled_step`
 
@@ -24,7 +22,7 @@ class Replay:
     """The micro-batches of one sample, so that they can be evaluated again.
 
     Args:
-        opt: One of the optimizers. Its `step()` then works without a closure.
+        opt: Its `step()` then works without a closure.
         model: The module with the running statistics.
         process: Called after a sample has been evaluated again: unscales and clips, whatever
             the trainer did to the first gradient.
@@ -33,14 +31,14 @@ class Replay:
 
     def __init__(
         self,
-        opt: StormOptimizer,
+        opt: PairedOptimizer,
         model: nn.Module,
         process: Callable[[], Any],
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
-        self._parts: list[tuple[Callable[[], Any], RandomStreams]] = []
-        self._context = ExitStack()
+        self._parts: list[Callable[[], Any]] = []  # of the sample; each evaluates one again
+        self._sample: same_sample | None = None
         self._stepped = False
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._give_closure)
@@ -48,27 +46,32 @@ class Replay:
     @property
     def recording(self) -> bool:
         """Whether the sample has begun."""
-        return bool(self._parts)
+        return self._sample is not None
 
     def record(self, evaluate: Callable[[], Any]) -> None:
         """Call it before the first evaluation of a micro-batch, of which `evaluate` is another."""
-        if not self._parts:
-            self._context.enter_context(same_sample(self.opt, self._model))
-        self._parts.append((evaluate, self.opt._random_streams()))
+        if self._sample is None:
+            self._sample = same_sample(self.opt, self._model).__enter__()
+        streams = self.opt.random_streams()
+
+        def again() -> None:
+            if self.opt.replays_rng:
+                streams.rewind()
+            evaluate()
+
+        self._parts.append(again)
 
     def finish(self) -> None:
-        """Call it after the trainer has stepped, or has not, for the gradient overflowed."""
-        if not self._stepped:  # then running statistics have not seen the sample either
-            for sample in self.opt._samples:
-                sample.put_back()
+        """Call it after the trainer has stepped, or has not, because the gradient overflowed."""
+        if self._sample is not None and not self._stepped:
+            self._sample.put_back()  # running statistics have not seen the sample either
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
         """The sample is done with, whatever became of it."""
-        self._parts, self._stepped = [], False
-        if error is not None:
-            self._context.__exit__(type(error), error, error.__traceback__)
-        self._context.close()
+        sample, self._sample, self._parts, self._stepped = self._sample, None, [], False
+        if sample is not None:
+            sample.__exit__(None if error is None else type(error), error, None)
 
     def remove(self) -> None:
         """Let `step()` ask for a closure again."""
@@ -93,7 +96,7 @@ class Replay:
 
     def _first(self, given: Callable[[], Any] | None) -> Any:
         loss = None if given is None else given()
-        if not self._parts:
+        if self._sample is None:
             raise RuntimeError(
                 "step() was called, but no training step has been evaluated since the last one: "
                 "let the trainer run the training step before it steps"
@@ -112,29 +115,23 @@ class Replay:
         self.running = True
         try:
             self.opt.zero_grad()
-            for evaluate, streams in self._parts:
-                if self.opt._options.replay:
-                    streams.rewind()
-                evaluate()
+            for again in self._parts:
+                again()
             self._process()
         finally:
             self.running = False
 
     def _run_scaled(self, scaler: torch.amp.GradScaler) -> None:
         """As `scaled_step`: an overflow here lowers the scale and evaluates again."""
+        assert self._sample is not None  # `_first` has looked
         for _ in range(RETRIES):
             scaler.update()  # of the evaluation before; the trainer makes the last update
             self._run()
-            if _finite(self.opt):
+            grads = [p.grad for p in self.opt.parameters() if p.grad is not None]
+            if all(bool(torch.isfinite(grad).all()) for grad in grads):
                 return
-            for sample in self.opt._samples:
-                sample.put_back()
+            self._sample.put_back()
         raise FloatingPointError(
             f"the second evaluation overflowed {RETRIES} times, down to a scale of "
             f"{scaler.get_scale():g}: the loss itself is not finite at the new point"
         )
-
-
-def _finite(opt: StormOptimizer) -> bool:
-    grads = [p.grad for p in opt._params() if p.grad is not None]
-    return all(bool(torch.isfinite(grad).all()) for grad in grads)

@@ -13,7 +13,7 @@ from typing import Any
 from torch import nn
 
 from stormplus.integrations.point import Point
-from stormplus.torch import StormPlus, same_sample
+from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
 
 
 class StormMixin:
@@ -37,7 +37,7 @@ class StormMixin:
     def __init__(
         self,
         *args: Any,
-        optimizer: type[StormOptimizer] = StormPlus,
+        optimizer: type[BaseOptimizer] = StormPlus,
         lr: float = 1.0,
         **kwargs: Any,
     ) -> None:
@@ -47,8 +47,8 @@ class StormMixin:
     def _step_optimizer(self, step_fn: Callable[[], Any] | None) -> None:
         """Hand skorch's closure over, with random numbers and running statistics in order."""
         optimizers = [getattr(self, name + "_") for name in self._optimizers]
-        if all(isinstance(opt, StormOptimizer) and not takes_pairs(opt) for opt in optimizers):
-            super()._step_optimizer(step_fn)  # type: ignore[misc]  # one gradient, as skorch has it
+        if all(isinstance(opt, Untuned) for opt in optimizers):  # one gradient, as skorch has it
+            super()._step_optimizer(step_fn)  # type: ignore[misc]
             return
         if len(optimizers) != 1:
             raise ValueError(
@@ -57,7 +57,7 @@ class StormMixin:
                 "groups (optimizer__param_groups)"
             )
         opt = optimizers[0]
-        if not takes_pairs(opt):
+        if not isinstance(opt, PairedOptimizer):
             raise TypeError(
                 f"StormMixin is for the optimizers of stormplus, got {type(opt).__name__}. An "
                 "AcceleratedOptimizer comes from skorch's AccelerateMixin, whose step has no "
@@ -67,6 +67,6 @@ class StormMixin:
             raise TypeError("_step_optimizer got no closure: pass it the net's step_fn")
         parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
         model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
-        self.storm_point_.settle(opt)
+        self.storm_point_.restart_if_moved(opt)
         opt.step(same_sample(opt, model)(step_fn))
         self.storm_point_.note(opt)

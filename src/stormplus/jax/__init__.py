@@ -1,4 +1,4 @@
-"""STORM+, simplified STORM+, STORM and STORM+ in measured units as optax transformations.
+"""STORM+, simplified STORM+, STORM, and untuned, as optax transformations.
 
 tx = storm_plus()
 state = tx.init(params)
@@ -15,18 +15,16 @@ try:
 except ImportError as error:
     raise ImportError("stormplus.jax needs jax and optax: pip install 'stormplus[jax]'") from error
 
-from stormplus.jax.accumulation import accumulate
-from stormplus.jax.iterate import UniformIterate, UniformIterateState, uniform_iterate
-from stormplus.jax.methods import simplified_storm_plus, storm, storm_plus
-from stormplus.jax.template import StormState, verify
-from stormplus.jax.uncorrected import UnitsState
-from stormplus.jax.units import averaged, untuned
+from stormplus.jax.loops import accumulate, verify
+from stormplus.jax.storm import StormState, simplified_storm_plus, storm, storm_plus
+from stormplus.jax.uniform import UniformIterate, UniformIterateState, uniform_iterate
+from stormplus.jax.untuned import UntunedState, averaged, untuned
 
 __all__ = [
     "StormState",
     "UniformIterate",
     "UniformIterateState",
-    "UnitsState",
+    "UntunedState",
     "accumulate",
     "averaged",
     "simplified_storm_plus",

@@ -9,6 +9,7 @@ from stormplus.theory.bounds import (
     remembered,
     square_sums,
     sum_of_gradients,
+    trace_run,
 )
 from stormplus.theory.lemmas import (
     Inequality,
@@ -25,7 +26,6 @@ from stormplus.theory.lemmas import (
     young,
 )
 from stormplus.theory.observer import Attachment, Observer
-from stormplus.theory.run import trace_run
 
 __all__ = [
     "Attachment",

@@ -1,15 +1,16 @@
-"""The paper's bounds with their constants, on runs and in closed form."""
+"""Runs with all that the proofs speak of, and the paper's bounds on them, constants included."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import brentq
+from scipy.optimize import OptimizeResult, brentq
 
+from stormplus.reference import minimize
 from stormplus.theory.lemmas import Inequality
-from stormplus.theory.problems.base import Array
+from stormplus.theory.problems.base import Array, Objective
 
 
 class Trace(NamedTuple):
@@ -42,6 +43,62 @@ class Trace(NamedTuple):
     def z(self) -> Array:
         """Z_t = (g_t - g~_{t-1}) - (g_bar_t - g_bar_{t-1}), for t = 2, ..., T."""
         return (self.g[1:] - self.g_tilde) - (self.g_bar[1:] - self.g_bar[:-1])
+
+
+def trace_run(
+    problem: Objective,
+    steps: int,
+    *,
+    x0: Array | None = None,
+    method: str = "storm+",
+    lr: float = 1.0,
+    rng: np.random.Generator | int = 0,
+    **rule_options: Any,
+) -> Trace:
+    """Run `minimize` on a problem and keep every vector of every step.
+
+    Args:
+        problem: With a full gradient.
+        steps: T.
+        x0: x_1; by default the problem's own start.
+        method: As for `minimize`.
+        lr: As for `minimize`.
+        rng: As for `minimize`.
+        **rule_options: As for `minimize`.
+    """
+    calls: list[Array] = []
+    rows: list[tuple[Array, Array]] = []
+
+    def grad(x: Array, xi: Any) -> Array:
+        calls.append(problem.grad(x, xi))
+        return calls[-1]
+
+    def keep(result: OptimizeResult) -> None:
+        rows.append((result.x, result.estimator))
+
+    start = problem.start() if x0 is None else x0
+    result = minimize(
+        grad,
+        start,
+        problem.sample,
+        steps,
+        method=method,
+        lr=lr,
+        rng=rng,
+        callback=keep,
+        **rule_options,
+    )
+    x, d = (np.array(part) for part in zip(*rows))
+    # minimize evaluates g_1, and then g_t before g~_{t-1} (Alg. 1, line 5).
+    return Trace(
+        x=x,
+        g=np.array([calls[0], *calls[1::2]]),
+        g_tilde=np.array(calls[2::2]).reshape(steps - 1, x.shape[1]),
+        g_bar=np.array([problem.full_grad(point) for point in x]),
+        d=d,
+        gain=np.array([1.0, *result.history["gain"]]),
+        step_size=result.history["step_size"],
+    )
 
 
 def square_sums(rows: Array) -> float:

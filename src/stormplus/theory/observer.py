@@ -15,7 +15,7 @@ independent sample. From these, without one more evaluation:
 | `true_noise_sq` | |g_t - grad f(x_t)|^2, likewise                       |                     |
 
 Both estimates are unbiased, since xi_{t+1} is independent of d_t and of g_t given x_t.
-The spread of `error_sq` is of the order sigma^2 / sqrt(memory): an error much smaller
+The spread of `error_sq` is of the order sigma^2 / sqrt(window): an error much smaller
 than that drowns in it, and the value can be negative. Use `full_grad` then.
 """
 
@@ -23,8 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
@@ -32,6 +31,11 @@ from stormplus.theory.problems.base import Array
 
 if TYPE_CHECKING:
     from scipy.optimize import OptimizeResult
+    from torch import Tensor
+
+    from stormplus.torch import PairedOptimizer
+
+    Vectors: TypeAlias = dict[Tensor, Tensor]  # by parameter
 
 
 class ScalarWriter(Protocol):
@@ -44,10 +48,10 @@ class ScalarWriter(Protocol):
 
 
 class _RunningMean:
-    """An exponential mean over about `memory` values, unbiased from the first one on."""
+    """An exponential mean over about `window` values, unbiased from the first one on."""
 
-    def __init__(self, memory: float) -> None:
-        self.keep, self.weight, self.total = 1 - 1 / memory, 0.0, 0.0
+    def __init__(self, window: float) -> None:
+        self.keep, self.weight, self.total = 1 - 1 / window, 0.0, 0.0
 
     def add(self, value: float) -> float:
         self.weight = self.keep * self.weight + (1 - self.keep)
@@ -56,7 +60,7 @@ class _RunningMean:
 
 
 class Observer:
-    """Records the theory's quantities of a run of `minimize` or of a torch optimizer.
+    """Records the theory's quantities of a run of `minimize`, or of a paired torch optimizer.
 
     With `minimize`: `minimize(observer.watch(grad), x0, sample, steps, callback=observer)`.
     With torch: `with observer.attach(optimizer): ...`, whatever the loop looks like.
@@ -65,7 +69,7 @@ class Observer:
         full_grad: The exact gradient: `full_grad(x)` for `minimize`; for torch
             `full_grad()`, which returns one tensor a parameter (None for a frozen one), of the
             loss: weight decay and the sign of `maximize` are added. Its cost is the caller's.
-        memory: How many steps the running means look back.
+        window: How many steps the running means look back.
         every: Keep one row in so many steps. Running means see every step all the same.
         writer: A TensorBoard `SummaryWriter`; gets each row that is kept.
         tag: The writer's main tag.
@@ -75,19 +79,20 @@ class Observer:
         self,
         full_grad: Callable[..., Any] | None = None,
         *,
-        memory: float = 100.0,
+        window: float = 100.0,
         every: int = 1,
         writer: ScalarWriter | None = None,
         tag: str = "stormplus",
     ) -> None:
-        if memory < 1 or every < 1:
-            raise ValueError(f"memory and every must be at least 1, got {memory} and {every}")
+        if window < 1 or every < 1:
+            raise ValueError(f"window and every must be at least 1, got {window} and {every}")
         self.full_grad, self.every, self.writer, self.tag = full_grad, every, writer, tag
         self.rows: list[dict[str, float]] = []
-        self._innovation, self._noise = _RunningMean(memory), _RunningMean(memory)
+        self._innovation, self._noise = _RunningMean(window), _RunningMean(window)
         self._smoothness = 0.0
         self._calls: list[tuple[Array, Array]] = []
         self._previous: tuple[Array, Array, Array] | None = None
+        self._attachment: Attachment | None = None
 
     @property
     def latest(self) -> dict[str, float]:
@@ -166,26 +171,121 @@ class Observer:
 
     # With torch.
 
-    def attach(self, optimizer: Any) -> Attachment:
-        """Watch a torch optimizer of this package until `close()`, or within `with`."""
-        from stormplus.theory.torch_observer import TorchAttachment
+    def attach(self, optimizer: PairedOptimizer) -> Attachment:
+        """Watch `StormPlus`, `SimplifiedStormPlus` or `Storm` until `close()`, or within `with`.
 
-        return TorchAttachment(self, optimizer)
+        Raises:
+            TypeError: The optimizer takes no pairs of gradients, so there is nothing to record.
+            RuntimeError: This observer is attached already.
+        """
+        from stormplus.torch import PairedOptimizer
+
+        if not isinstance(optimizer, PairedOptimizer):
+            raise TypeError(
+                "the observer records pairs of gradients: attach it to StormPlus, "
+                "SimplifiedStormPlus or Storm (Untuned takes one gradient a step), got "
+                f"{type(optimizer).__name__}"
+            )
+        if self._attachment is not None:
+            raise RuntimeError("this observer is attached already: close() its attachment first")
+        self._attachment = Attachment(self, optimizer)
+        return self._attachment
 
 
 class Attachment(AbstractContextManager["Attachment"]):
-    """An observer at work; leaving the context, or `close()`, ends it."""
+    """An observer at work on a torch optimizer; leaving the context, or `close()`, ends it.
+
+    It holds one more buffer than the optimizer (g_t), and two more while the parameters move.
+    """
+
+    def __init__(self, observer: Observer, optimizer: PairedOptimizer) -> None:
+        self.observer, self.optimizer = observer, optimizer
+        self._g: Vectors = {}  # g_t
+        self._before: tuple[Vectors, Vectors, dict[str, float]] | None = None  # while moving
+        self._half: tuple[Vectors, dict[str, float]] | None = None  # g~_t and what it told
+        self._handle = optimizer.register_pass_hook(self._on_pass)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching. A second call does nothing."""
+        self._handle.remove()
+        self._g, self._before, self._half = {}, None, None
+        if self.observer._attachment is self:
+            self.observer._attachment = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
+        import torch
+
+        with torch.no_grad():
+            if when == "before_move":
+                self._before_move()
+            elif when == "after_move":
+                self._after_move()
+            elif when == "before_estimate" and not optimizer.pending:
+                self._half = None  # the first sample, or a restart: no pair
+            elif when == "after_estimate":
+                self._after_estimate()
+
+    def _before_move(self) -> None:
+        g_tilde, d = self._gradients(), self._estimators()
+        pair = {"innovation_sq": _apart(d, g_tilde), "two_sample_sq": _apart(self._g, g_tilde)}
+        self._before = {p: p.detach().clone() for p in d}, g_tilde, pair
+
+    def _after_move(self) -> None:
+        assert self._before is not None
+        (x, g_tilde, pair), self._before = self._before, None
+        pair["move_sq"] = _apart({p: p.detach() for p in x}, x)
+        self._half = (g_tilde, pair) if self._g else None  # attached halfway: no g_t yet
+        self._g = {}
+
+    def _after_estimate(self) -> None:
+        half, self._half = self._half, None
+        g = self._g = self._gradients()
+        seen = self.optimizer.diagnostics()
+        names = ("gain", "step_size", "grad_norm", "estimator_norm")
+        row = {name: float(seen[name]) for name in names}
+        step = int(seen["step"])
+        if self.observer.full_grad is not None and self.observer.due(step):
+            import torch
+
+            with torch.enable_grad():
+                g_bar = self._gradients(list(self.observer.full_grad()))
+            row["true_error_sq"] = _apart(self._estimators(), g_bar)
+            row["true_noise_sq"] = _apart(g, g_bar)
+        pair = None if half is None else half[1] | {"drift_sq": _apart(g, half[0])}
+        self.observer.record(step, row, pair)
+
+    def _gradients(self, given: list[Tensor | None] | None = None) -> Vectors:
+        """Gradients as the optimizer sees them: L2 decay and the sign are in.
+
+        Those of `.grad`, or those given, one a parameter. A parameter without one, or
+        frozen, is left out, and so takes no part in a comparison.
+        """
+        found: Vectors = {}
+        params = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for _, p in params] if given is None else given
+        for (group, p), g in zip(params, gradients, strict=True):
+            if p.requires_grad and g is not None:
+                sign = -1.0 if group["maximize"] else 1.0
+                decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
+                found[p] = sign * g.detach() + decay * p.detach()
+        return found
+
+    def _estimators(self) -> Vectors:
+        opt = self.optimizer
+        params = [p for group in opt.param_groups for p in group["params"]]
+        return {p: opt.state[p]["estimator"] for p in params if opt.has_estimator(p)}
+
+
+def _apart(left: Vectors, right: Vectors) -> float:
+    """|left - right|^2 over the parameters that both have, in float64; waits once."""
+    import torch
+
+    both = [p for p in left if p in right]
+    norms = [torch.linalg.vector_norm(left[p] - right[p], dtype=torch.float64) for p in both]
+    return float(torch.stack(norms).square().sum()) if norms else 0.0
 
 
 def _flat(x: Any) -> Array:

@@ -22,16 +22,8 @@ import torch
 from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 from torch.optim import optimizer as torch_optimizer
 
-from stormplus.rules import (
-    NORMS,
-    Rule,
-    SimplifiedStormPlusRule,
-    StormPlusRule,
-    StormRule,
-    Sum,
-    Sums,
-    describe,
-)
+from stormplus import rules
+from stormplus.rules import NORMS, Rule, Sum, Sums, describe
 from stormplus.torch.core.base import BaseOptimizer, check_choice
 from stormplus.torch.core.kernels import kernels_for, undo_estimate
 from stormplus.torch.core.random import RandomStreams
@@ -394,7 +386,7 @@ class StormPlus(PairedOptimizer):
     The arguments are those of `PairedOptimizer`.
     """
 
-    rule = StormPlusRule()
+    rule = rules.StormPlusRule()
 
 
 class SimplifiedStormPlus(PairedOptimizer):
@@ -403,7 +395,7 @@ class SimplifiedStormPlus(PairedOptimizer):
     The arguments are those of `PairedOptimizer`.
     """
 
-    rule = SimplifiedStormPlusRule()
+    rule = rules.SimplifiedStormPlusRule()
 
 
 class Storm(PairedOptimizer):
@@ -430,7 +422,7 @@ class Storm(PairedOptimizer):
         smoothness: float = 1.0,
         **options: Any,
     ) -> None:
-        self.rule = StormRule(theta, w, c, smoothness)
+        self.rule = rules.StormRule(theta, w, c, smoothness)
         super().__init__(params, lr, **options)
 
 

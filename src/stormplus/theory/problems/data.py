@@ -22,7 +22,7 @@ def _datasets() -> Any:
         return import_module("sklearn.datasets")
     except ImportError as error:
         raise ImportError(
-            "this problem's data ships inside scikit-learn: pip install 'stormplus[demo]'"
+            "this problem's data ships inside scikit-learn: pip install 'stormplus[theory]'"
         ) from error
 
 
@@ -66,13 +66,16 @@ def digit_image(index: int = 0) -> Array:
 
 
 def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
-    """scikit-learn's "china" or "flower" in grey, pixels in [0, 1], averaged over blocks."""
+    """scikit-learn's "china" or "flower" in grey, pixels in [0, 1].
+
+    A pixel is the mean over a square of `shrink` by `shrink` of the photograph.
+    """
     if name not in ("china", "flower"):
         raise ValueError(f"name must be 'china' or 'flower', got {name!r}")
     grey = _datasets().load_sample_image(f"{name}.jpg").mean(-1) / 255
     rows, columns = (size // shrink for size in grey.shape)
-    blocks = grey[: rows * shrink, : columns * shrink].reshape(rows, shrink, columns, shrink)
-    image: Array = blocks.mean((1, 3))
+    squares = grey[: rows * shrink, : columns * shrink].reshape(rows, shrink, columns, shrink)
+    image: Array = squares.mean((1, 3))
     return image
 
 

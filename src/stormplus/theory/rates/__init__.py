@@ -1,8 +1,8 @@
 """The paper's rates, measured: `stormplus rates`."""
 
-from stormplus.theory.rates.experiment import METHODS, Plan, Result, run_method
-from stormplus.theory.rates.fit import Slope, slope
-from stormplus.theory.rates.report import slopes, summary, table, write
+from stormplus.theory.rates.experiment import METHODS, Plan, Result, run_method, versions
+from stormplus.theory.rates.report import Slope, slope, slopes, summary, table
+from stormplus.theory.rates.store import write
 
 __all__ = [
     "METHODS",
@@ -14,5 +14,6 @@ __all__ = [
     "slopes",
     "summary",
     "table",
+    "versions",
     "write",
 ]

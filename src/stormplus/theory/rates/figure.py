@@ -6,14 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from stormplus.theory.palette import PALETTE
 from stormplus.theory.problems.base import Array
-from stormplus.theory.rates.experiment import Plan, Result
-from stormplus.theory.rates.report import STYLE
+from stormplus.theory.rates.experiment import METHODS, Plan, Result
+from stormplus.theory.rates.report import NAMES, label
 
 try:
     from matplotlib.figure import Figure
 except ImportError as error:  # pragma: no cover
-    raise ImportError("the figure needs matplotlib: pip install 'stormplus[demo]'") from error
+    raise ImportError("the figure needs matplotlib: pip install 'stormplus[theory]'") from error
+
+COLOURS = {method: PALETTE[name] for method, (name, _) in NAMES.items()}
+MARKERS = dict(zip(METHODS, "os^vD", strict=True))  # for those who see few colours
 
 
 def draw(results: dict[str, Result], plan: Plan) -> Figure:
@@ -32,7 +36,7 @@ def draw(results: dict[str, Result], plan: Plan) -> Figure:
             _curve(axis, plan.checkpoints, runs, name, root=root)
             if column == 0:
                 mean = result.mean[:, 0].mean(1)
-                axis.plot(plan.checkpoints, mean, "--", color=STYLE[name][1], linewidth=1)
+                axis.plot(plan.checkpoints, mean, "--", color=COLOURS[name], linewidth=1)
         _finish(axis, title, "T (samples)", r"$|\nabla f(\bar x_T)|$")
         axis.axvspan(*plan.window, color="0.5", alpha=0.08, zorder=0)
         for power in references:
@@ -51,14 +55,16 @@ def draw(results: dict[str, Result], plan: Plan) -> Figure:
 
 
 def _curve(axis: Any, x: Any, runs: Array, name: str, *, root: bool) -> None:
-    label, colour, marker = STYLE[name]
+    colour, marker = COLOURS[name], MARKERS[name]
     # The mean's band: 1.96 standard errors over seeds, carried through the root.
     centre = runs.mean(1)
     spread = 1.96 * runs.std(1, ddof=1) / runs.shape[1] ** 0.5
     low, high = np.maximum(centre - spread, centre / 10), centre + spread
     if root:
         centre, low, high = (np.sqrt(value) for value in (centre, low, high))
-    axis.loglog(x, centre, color=colour, marker=marker, markersize=4, markevery=3, label=label)
+    axis.loglog(
+        x, centre, color=colour, marker=marker, markersize=4, markevery=3, label=label(name)
+    )
     axis.fill_between(x, low, high, color=colour, alpha=0.25, linewidth=0)
 
 
@@ -86,9 +92,9 @@ def _sigma_panel(axis: Any, results: dict[str, Result], plan: Plan) -> None:
     """At the largest T, against sigma; the dashed levels are sigma = 0."""
     sigmas = np.array(plan.sigmas[1:])
     for name, result in reversed(results.items()):
-        _, colour, _ = STYLE[name]
         _curve(axis, sigmas, result.mean[-1, 1:], name, root=False)
-        axis.axhline(result.mean[-1, 0].mean(), color=colour, linestyle="--", linewidth=1)
+        level = result.mean[-1, 0].mean()
+        axis.axhline(level, color=COLOURS[name], linestyle="--", linewidth=1)
     anchor = results[next(iter(results))].mean[-1, -1].mean()
     axis.plot(sigmas, anchor * (sigmas / sigmas[-1]) ** (1 / 3) * 0.8, ":", color="0.35")
     axis.annotate(

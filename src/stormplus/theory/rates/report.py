@@ -1,29 +1,24 @@
-"""The rate experiment's table, JSON and figure: pure functions of its results."""
+"""What the rate experiment found: slopes on log-log scales, a table, a summary."""
 
 from __future__ import annotations
 
-import io
-import json
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
+from stormplus.theory.problems.base import Array
 from stormplus.theory.rates.experiment import Plan, Result, versions
-from stormplus.theory.rates.fit import Slope, slope
-from stormplus.theory.rates.store import write_whole
 
-__all__ = ["details", "raw_rows", "slopes", "summary", "table", "versions", "write"]
-
-# Okabe & Ito's colours, told apart with every kind of colour vision; markers help too.
-STYLE = {
-    "storm+": ("STORM+", "#D55E00", "o"),
-    "simplified-storm+": ("simplified STORM+", "#E69F00", "s"),
-    "storm": ("STORM (L, G known, b tuned)", "#009E73", "^"),
-    "sgd": (r"SGD, $1/\sqrt{t}$ (tuned)", "#0072B2", "v"),
-    "adagrad-norm": ("AdaGrad-norm", "#CC79A7", "D"),
+# A method's name in the palette, and what it was told besides.
+NAMES = {
+    "storm+": ("STORM+", ""),
+    "simplified-storm+": ("simplified STORM+", ""),
+    "storm": ("STORM", "L, G known, b tuned"),
+    "sgd": ("SGD", "1/sqrt(t), tuned"),
+    "adagrad-norm": ("AdaGrad-norm", ""),
 }
 # The exponents of T that theory proves for E|grad f(x_bar_T)|: (with noise, without).
 THEORY: dict[str, tuple[float, float]] = {
@@ -33,6 +28,56 @@ THEORY: dict[str, tuple[float, float]] = {
     "sgd": (-1 / 4, -1 / 4),
     "adagrad-norm": (-1 / 4, -1 / 2),
 }
+
+
+def label(method: str) -> str:
+    """A method as tables and legends call it."""
+    name, note = NAMES[method]
+    return f"{name} ({note})" if note else name
+
+
+class Slope(NamedTuple):
+    """A slope and its 95 % interval over seeds."""
+
+    value: float
+    low: float
+    high: float
+
+
+def slope(
+    T: NDArray[np.int64],
+    runs: Array,
+    window: tuple[int, int],
+    *,
+    root: bool = False,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Slope:
+    """The slope of log(mean over seeds) against log T, by least squares over a window.
+
+    The interval is the percentile bootstrap over seeds: runs are resampled whole, because
+    the points of one curve are not independent.
+
+    Args:
+        T: The checkpoints.
+        runs: Over (checkpoint, seed).
+        window: First and last T used.
+        root: Take the root of the mean: `runs` are squares, and the slope is of the RMS.
+        resamples: Of the bootstrap.
+        seed: Of the bootstrap.
+    """
+    inside = (window[0] <= T) & (window[1] >= T)
+    log_t = np.log(T[inside])
+    log_t -= log_t.mean()
+    weights = log_t / (log_t @ log_t)
+    chosen = runs[inside]
+    count = chosen.shape[1]
+    picks = np.random.default_rng(seed).integers(count, size=(resamples, count))
+    # Row 0 is the sample itself.
+    curves = np.vstack([chosen.mean(1), chosen[:, picks].mean(2).T])
+    slopes = np.log(curves) @ weights * (0.5 if root else 1.0)
+    low, high = np.quantile(slopes[1:], [0.025, 0.975])
+    return Slope(float(slopes[0]), float(low), float(high))
 
 
 def slopes(results: Mapping[str, Result], plan: Plan) -> dict[str, dict[str, Slope]]:
@@ -81,8 +126,7 @@ def table(results: Mapping[str, Result], plan: Plan) -> str:
     for name, found in slopes(results, plan).items():
         cells = [f"{found[c].value:.3f} [{found[c].low:.3f}, {found[c].high:.3f}]" for c in columns]
         noisy, exact = (f"{value:.3f}" for value in THEORY[name])
-        label = STYLE[name][0].replace("$1/\\sqrt{t}$", "1/sqrt(t)")
-        lines.append(f"| {label} | {' | '.join([*cells[:2], noisy, *cells[2:], exact])} |")
+        lines.append(f"| {label(name)} | {' | '.join([*cells[:2], noisy, *cells[2:], exact])} |")
     return "\n".join(lines)
 
 
@@ -116,34 +160,3 @@ def summary(results: Mapping[str, Result], plan: Plan) -> dict[str, Any]:
         "details": details(results, plan),
         "rows": rows,
     }
-
-
-def raw_rows(results: Mapping[str, Result], plan: Plan) -> list[dict[str, Any]]:
-    """One flat row a method, sigma and seed; `mean` and `square` are over the checkpoints."""
-    return [
-        {
-            "method": name,
-            "sigma": sigma,
-            "seed": seed,
-            "T": plan.checkpoints.tolist(),
-            "mean": result.mean[:, j, k].tolist(),
-            "square": result.square[:, j, k].tolist(),
-        }
-        for name, result in results.items()
-        for j, sigma in enumerate(plan.sigmas)
-        for k, seed in enumerate(plan.seeds)
-    ]
-
-
-def write(results: dict[str, Result], plan: Plan, folder: Path) -> list[Path]:
-    """Write `rates.json` (raw rows), `rates_summary.json`, `rates.md` and `rates.png`."""
-    files = [folder / f"rates{end}" for end in (".json", "_summary.json", ".md", ".png")]
-    write_whole(files[0], json.dumps(raw_rows(results, plan)).encode() + b"\n")
-    write_whole(files[1], json.dumps(summary(results, plan), indent=1).encode() + b"\n")
-    write_whole(files[2], table(results, plan).encode() + b"\n")
-    from stormplus.theory.rates.figure import draw
-
-    picture = io.BytesIO()
-    draw(results, plan).savefig(picture, format="png", dpi=110)
-    write_whole(files[3], picture.getvalue())
-    return files

@@ -1,13 +1,16 @@
 """The results on disk: `FOLDER/methods/NAME.json`, one file a method, written when it ends.
 
-These files are what a run that was interrupted goes on from, and what is drawn. A file has its
-name only when it is whole. One folder holds one plan: other results are refused, not mixed in.
+These files are what an experiment that was interrupted goes on from, and what is drawn. A file
+has its name only when it is whole. One folder holds one plan: other results are refused, not
+mixed in.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from stormplus.theory.rates.experiment import METHODS, Plan, Result
+from stormplus.theory.rates.report import summary, table
 
 FORMAT, VERSION = "stormplus-rates", 1
 
@@ -96,6 +100,37 @@ def read(folder: Path) -> tuple[dict[str, Result], Plan]:
             f"{files[0]} and {files[1].name} are damaged or do not fit each other "
             f"({_reason(error)}): delete them and run the methods again"
         ) from error
+
+
+def raw_rows(results: Mapping[str, Result], plan: Plan) -> list[dict[str, Any]]:
+    """One flat row a method, sigma and seed; `mean` and `square` are over the checkpoints."""
+    return [
+        {
+            "method": name,
+            "sigma": sigma,
+            "seed": seed,
+            "T": plan.checkpoints.tolist(),
+            "mean": result.mean[:, j, k].tolist(),
+            "square": result.square[:, j, k].tolist(),
+        }
+        for name, result in results.items()
+        for j, sigma in enumerate(plan.sigmas)
+        for k, seed in enumerate(plan.seeds)
+    ]
+
+
+def write(results: dict[str, Result], plan: Plan, folder: Path) -> list[Path]:
+    """Write `rates.json` (raw rows), `rates_summary.json`, `rates.md` and `rates.png`."""
+    files = [folder / f"rates{end}" for end in (".json", "_summary.json", ".md", ".png")]
+    write_whole(files[0], json.dumps(raw_rows(results, plan)).encode() + b"\n")
+    write_whole(files[1], json.dumps(summary(results, plan), indent=1).encode() + b"\n")
+    write_whole(files[2], table(results, plan).encode() + b"\n")
+    from stormplus.theory.rates.figure import draw  # without matplotlib the rest is written
+
+    picture = io.BytesIO()
+    draw(results, plan).savefig(picture, format="png", dpi=110)
+    write_whole(files[3], picture.getvalue())
+    return files
 
 
 def _load_part(file: Path, name: str) -> tuple[Result, Plan]:

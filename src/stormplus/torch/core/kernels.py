@@ -135,14 +135,17 @@ class SquareNorms:
         """Add the squared norm of a chunk to a row of `out`; returns it too."""
         flat = chunk.reshape(-1)
         if flat.dtype == self._wide:
-            wide = flat
-        elif flat.numel() <= self._scratch.numel():
-            wide = self._scratch[: flat.numel()].copy_(flat)
-        else:
-            wide = flat.to(self._wide)
-        square = torch.dot(wide, wide)
+            square = torch.dot(flat, flat)
+        elif flat.numel() <= CHUNK:
+            square = self._square(flat)
+        else:  # lists of `Foreach` have longer ones
+            square = torch.stack([self._square(piece) for piece in torch.split(flat, CHUNK)]).sum()
         self._rows[row].add_(square)
         return square
+
+    def _square(self, piece: Tensor) -> Tensor:
+        wide = self._scratch[: piece.numel()].copy_(piece)
+        return torch.dot(wide, wide)
 
     def add_all(self, tensors: dict[int, Tensor]) -> None:
         """As `add`, by row."""

@@ -144,7 +144,7 @@ def check_shapes(state_dict: State, params: list[Tensor], buffers: Mapping[str, 
 def check_groups(state_dict: State, defaults: Mapping[str, Any]) -> None:
     """Refuse groups that lack an option: they would fail at the next step."""
     for i, group in enumerate(state_dict["param_groups"]):
-        missing = defaults.keys() - group.keys()
+        missing = defaults.keys() - group.keys() - {"differentiable"}  # torch adds it by loading
         if missing:
             raise ValueError(
                 f"parameter group {i} of the state has no {', '.join(sorted(missing))}: load a "

@@ -59,8 +59,8 @@ class _Member(NamedTuple):
     state: State
 
 
-def _kind(member: _Member) -> tuple[torch.device, torch.dtype]:
-    return member.p.device, member.p.dtype
+def _kind(member: _Member) -> tuple[torch.device, torch.dtype, torch.Size]:
+    return member.p.device, member.p.dtype, member.p.shape
 
 
 def _local(t: Tensor) -> Tensor:

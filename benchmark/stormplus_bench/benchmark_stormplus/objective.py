@@ -1,0 +1,69 @@
+"""The objective: train a workload within a budget of gradient evaluations.
+
+The budget stops a run, never benchopt's patience: its default criterion would cut noisy
+runs short without a word. A run that diverges is a result like any other.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from benchopt import BaseObjective
+from benchopt.stopping_criterion import NoCriterion
+from torch.optim import SGD
+
+from stormplus_bench import rows
+from stormplus_bench.train.steppers import OneGradient
+from stormplus_bench.train.training import Training, row_of
+
+JOURNAL = "STORMPLUS_ROWS"
+
+
+class Objective(BaseObjective):
+    """Training loss of a network or of a smooth non-convex problem."""
+
+    name = "Training loss"
+    min_benchopt_version = "1.10"
+    requirements = ["pip::stormplus-bench"]
+    parameters = {"seed": [0]}
+    sampling_strategy = "callback"
+    stopping_criterion = NoCriterion(strategy="callback")
+    test_config = {"dataset": {"name": "smooth"}}
+
+    def set_data(self, workload: Any, reason: str | None) -> None:
+        self.workload = workload
+
+    def skip(self, workload: Any, reason: str | None) -> tuple[bool, str | None]:
+        return workload is None, reason
+
+    def get_objective(self) -> dict[str, Any]:
+        return {"workload": self.workload, "seed": self.seed}
+
+    def evaluate_result(self, training: Any, run: dict[str, Any]) -> dict[str, Any]:
+        measured = training.record()
+        return {
+            "value": measured["train_loss"],
+            **{name: value for name, value in measured.items() if name != "train_loss"},
+            **run,
+            "status": training.status,
+            "seed": self.seed,
+            "workload": self.workload.name,
+            "budget": self.workload.budget,
+            "batch_size": self.workload.batch_size,
+            "measured": self.workload.measured,
+            "peak_memory_mb": training.peak_memory_mb,
+            "state_mb": training.stepper.state_mb,
+        }
+
+    def save_final_results(self, training: Any, run: dict[str, Any]) -> None:
+        """Append the run's row to the journal, if there is one: an interruption loses nothing."""
+        training.require_whole()
+        if os.environ.get(JOURNAL):
+            rows.append(os.environ[JOURNAL], row_of(training, run))
+
+    def get_one_result(self) -> dict[str, Any]:
+        training = Training(
+            self.workload, lambda t: OneGradient(SGD(t.model.parameters())), self.seed
+        )
+        return {"training": training, "run": {"method": "SGD", "lr": 1e-3, "default": True}}

@@ -1,0 +1,22 @@
+from dog import DoG, PolynomialDecayAverager
+
+from stormplus_bench.train.solver import TorchSolver
+from stormplus_bench.train.steppers import Averaged, Stepper
+from stormplus_bench.train.training import Training
+
+
+class Solver(TorchSolver):
+    """DoG (Ivgi et al. 2023) with its averager, which its documentation calls crucial.
+
+    `reps_rel` as it suggests: 1e-6, or 1e-4 where there is BatchNorm.
+    """
+
+    name = "dog"
+    label = "DoG"
+    requirements = ["pip::stormplus-bench"]
+    default_lr = 1.0
+
+    def stepper(self, training: Training, lr: float) -> Stepper:
+        reps_rel = 1e-4 if training.workload.batch_norm else 1e-6
+        optimizer = DoG(training.model.parameters(), lr=lr, reps_rel=reps_rel)
+        return Averaged(optimizer, PolynomialDecayAverager(training.model))

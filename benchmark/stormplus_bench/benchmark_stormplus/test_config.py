@@ -1,0 +1,14 @@
+"""What `benchopt test` should know: data that is not there is skipped, with the reason."""
+
+import pytest
+
+from stormplus_bench import data
+from stormplus_bench.train.catalogue import or_reason
+
+
+def check_test_dataset_get_data(benchmark, dataset):
+    name = {"paper": "cifar10"}.get(dataset.name, dataset.name)
+    if name in data.NAMES:
+        reason = or_reason(lambda: data.load(name))["reason"]
+        if reason:
+            pytest.skip(reason)

@@ -1,0 +1,1 @@
+"""The commands that join `stormplus` through the entry points of this distribution."""

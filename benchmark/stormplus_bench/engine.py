@@ -1,0 +1,221 @@
+"""Run a plan under benchopt: announce it, show how far it is, survive an interruption.
+
+benchopt runs in a process of its own and appends every finished run to the journal. This
+side only watches the journal: so the progress is right for joblib, Dask and SLURM alike.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stormplus.interrupts import Unfinished, interruptible
+from stormplus_bench import rows
+from stormplus_bench.plan import FOLDER, KEYS, Plan, Run
+
+POLL = 0.5  # seconds
+PATIENCE = 15.0  # seconds for benchopt to stop by itself
+
+
+class RunsFailed(Unfinished):
+    """Some runs gave no row."""
+
+
+def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> None:
+    """Print what is skipped, how many runs there are, and the projected time.
+
+    `jobs` is None if somebody else knows how many run side by side.
+    """
+    for what, reason in plan.skipped.items():
+        console.print(f"skipped {what}: {reason}", highlight=False, markup=False, soft_wrap=True)
+    left = plan.left(rows.keys(journal))
+    minutes = plan.projected(left, jobs or 1) / 60
+    console.print(
+        f"{len(plan.runs)} runs, {len(plan.runs) - len(left)} of them already in {journal}; "
+        f"projected: {minutes:.1f} minutes for the other {len(left)}, "
+        + (f"{jobs} at a time" if jobs else "divided by the number of workers")
+        + " (measuring comes on top)",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def execute(
+    plan: Plan,
+    journal: Path,
+    *,
+    jobs: int = 1,
+    threads: int = 1,
+    parallel_config: Path | None = None,
+    console: Console | None = None,
+) -> int:
+    """Run what the journal does not have yet.
+
+    Args:
+        plan: From `make_plan`.
+        journal: Grows by a line as each run ends.
+        jobs: Runs side by side.
+        threads: Threads of each.
+        parallel_config: benchopt's file for Dask or SLURM, instead of `jobs`.
+        console: Where to show progress.
+
+    Returns:
+        How many runs were added.
+
+    Raises:
+        RunsFailed: Some gave no row; the message says where benchopt's output is.
+        KeyboardInterrupt: After benchopt has been stopped. The journal is whole.
+    """
+    console = console or Console(stderr=True)
+    journal.parent.mkdir(parents=True, exist_ok=True)
+    first = left = plan.left(rows.keys(journal))
+    with _alone(journal) as lock, interruptible():
+        while left:
+            command = _command(jobs, parallel_config)
+            workers = 1 if parallel_config else jobs  # as far as it is known
+            environment = _environment(journal, threads)
+            _round(plan, left, journal, console, command, environment, lock, workers)
+            missing = plan.left(rows.keys(journal))
+            # A worker that dies takes benchopt down with it: go on as long as rows are added.
+            if len(missing) == len(left):
+                run = missing[0]
+                raise RunsFailed(
+                    f"{len(missing)} of {len(first)} runs gave no row, the first is {run.method} "
+                    f"on {run.workload} at lr {run.lr:g}, seed {run.seed}: see {_log(journal)}"
+                )
+            left = missing
+    return len(first)
+
+
+@contextlib.contextmanager
+def _alone(journal: Path) -> Iterator[int]:
+    """A lock that benchopt inherits, so that it holds even if this process is killed."""
+    import fcntl  # not on every system; only running needs it
+
+    with journal.with_suffix(".lock").open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise RunsFailed(
+                f"another run is writing to {journal}, perhaps one that was killed and whose "
+                "benchopt process goes on: wait for it or end it, then give the same command"
+            ) from None
+        yield lock.fileno()
+
+
+def _log(journal: Path) -> Path:
+    return journal.with_suffix(".log")
+
+
+def _command(jobs: int, parallel_config: Path | None) -> list[str]:
+    command = [sys.executable, "-m", "benchopt", "run", str(FOLDER)]
+    command += ["--no-plot", "--no-display", "--no-timeout", "--no-cache", "--seed", "0"]
+    if parallel_config is not None:
+        return [*command, "--parallel-config", str(parallel_config)]
+    return [*command, "--n-jobs", str(jobs)]
+
+
+def _round(  # noqa: PLR0917
+    plan: Plan,
+    left: list[Run],
+    journal: Path,
+    console: Console,
+    command: list[str],
+    environment: dict[str, str],
+    lock: int,
+    workers: int,
+) -> None:
+    """One benchopt process; what it prints goes to the log beside the journal."""
+    with tempfile.TemporaryDirectory() as scratch, _log(journal).open("w") as output:
+        config = Path(scratch) / "suite.yml"
+        config.write_text(yaml.safe_dump(_only(plan.config)))
+        child = subprocess.Popen(
+            [*command, "--config", str(config), "--output", f"{scratch}/results.parquet"],
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=(lock,),
+            start_new_session=True,  # Ctrl-C reaches it through us, once
+        )
+        try:
+            _watch(child, plan, left, journal, console, workers)
+        finally:
+            _stop(child)
+
+
+def _only(config: dict[str, Any]) -> dict[str, Any]:
+    """What benchopt's own command understands."""
+    return {name: config[name] for name in KEYS if name in config}
+
+
+def _environment(journal: Path, threads: int) -> dict[str, str]:
+    return os.environ | {
+        "STORMPLUS_ROWS": str(journal.resolve()),
+        "STORMPLUS_THREADS": str(threads),
+        "OMP_NUM_THREADS": str(threads),
+        "PYTHONWARNINGS": "ignore",
+    }
+
+
+def _watch(  # noqa: PLR0917
+    child: subprocess.Popen[bytes],
+    plan: Plan,
+    left: list[Run],
+    journal: Path,
+    console: Console,
+    workers: int,
+) -> None:
+    """Show the share of the work that is done, by the projected price of each run."""
+    wanted = {run.key: plan.seconds[run.workload] * run.budget for run in left}
+    columns = (
+        TextColumn("{task.fields[done]}/{task.fields[total_runs]} runs"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TextColumn("left {task.fields[left]}"),
+    )
+    total, finished = sum(wanted.values()), 0.0
+    start = changed = time.monotonic()
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task("", total=total, done=0, total_runs=len(left), left="")
+        size = -1
+        while True:
+            ended = child.poll() is not None
+            now = journal.stat().st_size if journal.exists() else -1
+            if now != size:
+                size = now
+                done = rows.keys(journal) & wanted.keys()
+                finished, changed = sum(wanted[k] for k in done), time.monotonic()
+                progress.update(task, completed=finished, done=len(done))
+            # The projection, until a run has ended and tells the real pace.
+            pace = finished / (changed - start) if finished else workers
+            seconds = (total - finished) / pace - (time.monotonic() - changed)
+            progress.update(task, left=timedelta(seconds=max(0, round(seconds))))
+            if ended:
+                return
+            time.sleep(POLL)
+
+
+def _stop(child: subprocess.Popen[bytes]) -> None:
+    """End benchopt and its workers: first as Ctrl-C does, then for certain."""
+    for sign, patience in ((signal.SIGINT, PATIENCE), (signal.SIGKILL, PATIENCE)):
+        if child.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, sign)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(patience)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)  # workers that outlived it

@@ -1,0 +1,1 @@
+"""What is trained, by whom and how: workloads, steppers, one run."""

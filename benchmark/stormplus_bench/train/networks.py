@@ -1,0 +1,185 @@
+"""The networks: small ones that train on one core in seconds, and the paper's ResNet34.
+
+The ResNets are those of He, Zhang, Ren and Sun (2016), table 1, written from the paper. Names of
+parameters follow torchvision's, so that weights can be exchanged.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions and a shortcut (figure 2), option B where shapes change."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outputs)
+        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outputs)
+        self.relu = nn.ReLU()
+        self.downsample = None
+        if stride != 1 or inputs != outputs:
+            self.downsample = nn.Sequential(
+                nn.Conv2d(inputs, outputs, 1, stride, bias=False), nn.BatchNorm2d(outputs)
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shortcut = x if self.downsample is None else self.downsample(x)
+        y = self.relu(self.bn1(self.conv1(x)))
+        z: Tensor = self.relu(self.bn2(self.conv2(y)) + shortcut)
+        return z
+
+
+def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
+    layers: OrderedDict[str, nn.Module] = OrderedDict(
+        conv1=nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
+        bn1=nn.BatchNorm2d(64),
+        relu=nn.ReLU(),
+        maxpool=nn.MaxPool2d(3, 2, padding=1),
+    )
+    inputs = 64
+    for i, count in enumerate(depths):
+        outputs = 64 * 2**i
+        strides = [1 if i == 0 else 2] + [1] * (count - 1)
+        stage = []
+        for stride in strides:
+            stage.append(BasicBlock(inputs, outputs, stride))
+            inputs = outputs
+        layers[f"layer{i + 1}"] = nn.Sequential(*stage)
+    layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
+    layers["flatten"] = nn.Flatten()
+    layers["fc"] = nn.Linear(inputs, classes)
+    model = nn.Sequential(layers)
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+    return model
+
+
+def resnet18(classes: int = 10) -> nn.Sequential:
+    return resnet((2, 2, 2, 2), classes)
+
+
+def resnet34(classes: int = 10) -> nn.Sequential:
+    return resnet((3, 4, 6, 3), classes)
+
+
+def mlp(inputs: int = 64, hidden: int = 64, classes: int = 10) -> nn.Module:
+    return nn.Sequential(
+        nn.Flatten(),
+        nn.Linear(inputs, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, hidden),
+        nn.ReLU(),
+        nn.Linear(hidden, classes),
+    )
+
+
+def digits_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(128, 10),
+    )
+
+
+def mnist_cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 8, 5, stride=2, padding=2),
+        nn.ReLU(),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(784, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
+
+
+def autoencoder() -> nn.Module:
+    """784-128-32-8-32-128-784, logits of pixels."""
+    sizes = (784, 128, 32, 8, 32, 128, 784)
+    layers: list[nn.Module] = [nn.Flatten()]
+    for a, b in pairwise(sizes):
+        layers += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def batchnorm_cnn() -> nn.Module:
+    """Three convolutions with BatchNorm, for 3 x 32 x 32."""
+    layers: list[nn.Module] = []
+    for a, b in ((3, 16), (16, 32), (32, 64)):
+        layers += [nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b)]
+        layers += [nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 10))
+
+
+def small_resnet() -> nn.Module:
+    """ResNet-8 in the manner of He et al. (2016), Sec. 4.2: 8, 16, 32 channels."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        BasicBlock(8, 8, 1),
+        BasicBlock(8, 16, 2),
+        BasicBlock(16, 32, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(32, 10),
+    )
+
+
+class _Layer(nn.Module):
+    def __init__(self, width: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, length, width = x.shape
+        q, k, v = (
+            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
+        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
+        y: Tensor = x + self.mlp(self.norm2(x))
+        return y
+
+
+class GPT(nn.Module):
+    """A pre-norm transformer decoder on characters; returns logits class-second."""
+
+    def __init__(
+        self, vocabulary: int, length: int = 64, width: int = 64, heads: int = 4, depth: int = 2
+    ) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(depth)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
+        for module in self.modules():
+            if isinstance(module, nn.Linear | nn.Embedding):
+                nn.init.normal_(module.weight, std=0.02)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    nn.init.zeros_(module.bias)
+
+    def forward(self, codes: Tensor) -> Tensor:
+        x = self.tokens(codes) + self.places(torch.arange(codes.shape[1], device=codes.device))
+        logits: Tensor = self.head(self.norm(self.layers(x)))
+        return logits.transpose(1, 2)

@@ -1,0 +1,185 @@
+"""One run: a workload, an optimizer, counts of what was spent, and the row it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import platform
+import resource
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from stormplus_bench.rows import CURVE
+from stormplus_bench.train.workload import Workload
+
+if TYPE_CHECKING:
+    from stormplus_bench.train.steppers import Stepper
+
+PACKAGES = (
+    "stormplus",
+    "torch",
+    "numpy",
+    "benchopt",
+    "schedulefree",
+    "prodigyopt",
+    "dog-optimizer",
+    "dadaptation",
+    "mechanic-pytorch",
+)
+
+
+class Diverged(ArithmeticError):
+    """A loss, gradient or parameter is not finite. However large, a finite one may come back."""
+
+
+class Training:
+    """Trains until a number of gradient evaluations, counts them, and records a curve.
+
+    Args:
+        workload: What to train.
+        stepper: Makes the method, from the run with its model.
+        seed: Of the model and of the samples.
+    """
+
+    def __init__(
+        self, workload: Workload, stepper: Callable[[Training], Stepper], seed: int
+    ) -> None:
+        self.workload, self.seed = workload, seed
+        self.model: nn.Module = workload.model(seed).to(workload.device)
+        self.model.train()
+        self._stream = workload.samples(seed)
+        self.evaluations = self.samples = 0
+        self.seconds = self.peak_memory_mb = 0.0
+        self.status = "done"
+        self.curve: dict[str, list[float]] = {name: [] for name in CURVE}
+        self.stepper = stepper(self)
+
+    def draw(self) -> Any:
+        self.samples += 1
+        return next(self._stream)
+
+    def gradient(self, sample: Any) -> Tensor:
+        """Evaluate the loss and its gradient: what every method's budget counts."""
+        return self.gradient_of(self.model, sample)
+
+    def gradient_of(self, model: nn.Module, sample: Any) -> Tensor:
+        model.zero_grad()
+        loss: Tensor = self.workload.loss(model, sample)
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise Diverged(f"loss {value}")
+        loss.backward()
+        self.evaluations += 1
+        return loss.detach()
+
+    def advance(self, target: int) -> None:
+        """Train until `target` gradient evaluations are spent, or the run diverges."""
+        reset_peak_memory()
+        start = time.perf_counter()
+        try:
+            # A step that would overspend is not taken.
+            while self.evaluations + self.stepper.price <= target:
+                self.stepper.step(self)
+            if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
+                raise Diverged("parameters")
+        except (Diverged, FloatingPointError):
+            self.status = "diverged"
+        self.seconds += time.perf_counter() - start
+        self.peak_memory_mb = max(self.peak_memory_mb, peak_memory_mb())
+
+    def require_whole(self) -> None:
+        """Raise if the run was stopped from outside: it must not pass for a result."""
+        budget = self.workload.budget
+        if self.status == "done" and self.evaluations + self.stepper.price <= budget:
+            raise RuntimeError(
+                f"stopped at {self.evaluations} of {budget} gradient evaluations: give benchopt "
+                "--no-timeout, or use `stormplus compare`, which does"
+            )
+
+    def record(self) -> dict[str, float]:
+        """Measure the model that the method would give its user, and add it to the curve."""
+        values = dict.fromkeys(CURVE, math.nan)
+        if self.status == "done":
+            model = self.stepper.result(self)
+            values |= self.workload.measure(model)
+            values["grad_norm"] = self.workload.full_grad_norm(model)
+            self.stepper.resume()
+            if not math.isfinite(values["train_loss"]):
+                self.status = "diverged"
+        if self.status == "diverged":
+            values["train_loss"] = math.inf
+        values |= {"evaluations": self.evaluations, "samples": self.samples}
+        values["seconds"] = self.seconds
+        for name in CURVE:
+            self.curve[name].append(float(values[name]))
+        return values
+
+
+def peak_memory_mb() -> float:
+    """The most memory in use since `reset_peak_memory`, in MB."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    status = Path("/proc/self/status")
+    if status.exists():
+        lines = status.read_text().splitlines()
+        return next(int(row.split()[1]) / 1024 for row in lines if row.startswith("VmHWM"))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024  # since the process began
+
+
+def reset_peak_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # Linux: "5" sets the mark back to what is in use now
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
+    """The record of a finished run for the journal; `run` says its method and rate."""
+    workload = training.workload
+    return {
+        "workload": workload.name,
+        **run,
+        "seed": training.seed,
+        "status": training.status,
+        "budget": workload.budget,
+        "batch_size": workload.batch_size,
+        "measured": workload.measured,
+        "peak_memory_mb": round(training.peak_memory_mb, 1),
+        "state_mb": round(training.stepper.state_mb, 4),
+        "curve": {
+            name: [_short(value) for value in values] for name, values in training.curve.items()
+        },
+        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "machine": machine(workload.device),
+    }
+
+
+def _short(value: float) -> float | int | None:
+    if not math.isfinite(value):
+        return None
+    return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def machine(device: str = "cpu") -> str:
+    """Processor, accelerator if it is used, and operating system; no name of the host."""
+    info = Path("/proc/cpuinfo")
+    processor = platform.processor() or platform.machine()
+    if info.exists():
+        models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
+        processor = models[0].split(":", 1)[1].strip() if models else processor
+    if device == "cuda":
+        processor += f", {torch.cuda.get_device_name()}"
+    return f"{processor}, {platform.system()}, Python {platform.python_version()}"

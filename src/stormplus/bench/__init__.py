@@ -1,1 +1,0 @@
-"""The benchmark: workloads, their data, and the commands that run them."""

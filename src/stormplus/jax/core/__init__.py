@@ -1,0 +1,1 @@
+"""What both kinds of transformation stand on: their arguments, and trees of parameters."""

@@ -1,0 +1,94 @@
+"""What helps around a loop of pairs: `verify` its first step, `accumulate` micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from stormplus.jax.core.trees import PyTree, estimator_dtype
+from stormplus.jax.storm import StormState
+
+
+def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
+    """Raise if the two evaluations of the first step were not of one sample.
+
+    The first call evaluates `grad_fn` where the gradient handed over was evaluated, so the
+    two must agree. They do not when `grad_fn` draws a batch or a key of its own, when
+    something in an `optax.chain` processed the one gradient and not the other, or under
+    `optax.MultiSteps`. Call it once, outside `jit`, after the first update.
+
+    Args:
+        state: The optimizer's state, also inside the state of a chain or a wrapper.
+        rtol: The relative difference allowed for rounding.
+
+    Raises:
+        ValueError: There is no `StormState` in `state`, or no step has been made.
+        RuntimeError: The gradients differ.
+    """
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, StormState))
+    found = [node for node in nodes if isinstance(node, StormState)]
+    if not found or any(int(jnp.min(s.step)) == 0 for s in found):
+        raise ValueError(
+            "verify needs the state after the first update: got "
+            + (f"step {found[0].step}" if found else f"no StormState in {type(state).__name__}")
+        )
+    for storm_state in found:
+        mismatch = float(jnp.max(storm_state.mismatch))
+        if mismatch > rtol:
+            raise RuntimeError(
+                f"grad_fn and the gradient handed to update() differ at one point, by "
+                f"{mismatch:.2g} relatively. Both must be of one sample (close over the batch and "
+                "the key), and nothing may process one of them alone: use gradient_transform= "
+                "for clipping, accumulate() for micro-batches"
+            )
+
+
+def accumulate(
+    grad_fn: Callable[[PyTree, PyTree], PyTree], batches: PyTree
+) -> Callable[[PyTree], PyTree]:
+    """The mean gradient over micro-batches, as one function of the parameters.
+
+    Use it for both evaluations; the micro-batches together are then the sample:
+
+        mean_grad = accumulate(jax.grad(loss), (images, labels, keys))
+        updates, state = tx.update(mean_grad(params), state, params, grad_fn=mean_grad)
+
+    It takes the place of `optax.MultiSteps`, which would hand over the mean gradient with
+    the `grad_fn` of the last micro-batch. One micro-batch is in memory at a time.
+
+    Args:
+        grad_fn: `grad_fn(params, batch)`, the gradient of one micro-batch.
+        batches: A tree whose leaves have the micro-batches along their first axis, of one
+            length. Micro-batches weigh the same, so they should be of one size.
+
+    Returns:
+        A function of the parameters. Its gradients are float32 or wider.
+    """
+    if not callable(grad_fn):
+        raise TypeError(f"grad_fn must be a function of (params, batch), got {grad_fn!r}")
+    leaves = jax.tree.leaves(batches)
+    shapes = [jnp.shape(leaf) for leaf in leaves]
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) != 1 or lengths & {(), (0,)}:
+        raise ValueError(
+            "batches must have the micro-batches along the first axis of every leaf, of one "
+            f"length, at least 1; got the shapes {shapes}"
+        )
+    ((count,),) = lengths
+
+    def mean_grad(params: PyTree) -> PyTree:
+        def widened(batch: PyTree) -> PyTree:
+            gradient = grad_fn(params, batch)
+            return jax.tree.map(lambda g: g.astype(estimator_dtype(g)), gradient)
+
+        def add(total: PyTree, batch: PyTree) -> tuple[PyTree, None]:
+            return jax.tree.map(jnp.add, total, widened(batch)), None
+
+        one = jax.eval_shape(widened, jax.tree.map(lambda leaf: leaf[0], batches))
+        zero = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), one)
+        total, _ = jax.lax.scan(add, zero, batches)
+        return jax.tree.map(lambda g: g / count, total)
+
+    return mean_grad

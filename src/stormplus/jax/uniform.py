@@ -1,0 +1,61 @@
+"""The paper's output: a point uniform over x_1..x_T, by reservoir sampling."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from stormplus.jax.core.trees import PyTree, counted
+
+
+class UniformIterateState(NamedTuple):
+    """`point` is uniform over the `step` points seen; `key` is the transform's own stream."""
+
+    step: jax.Array
+    key: jax.Array
+    point: PyTree
+
+
+class UniformIterate(NamedTuple):
+    """Two pure functions, as in an optax transformation."""
+
+    init: Callable[[PyTree], UniformIterateState]
+    update: Callable[[UniformIterateState, PyTree], UniformIterateState]
+
+
+def uniform_iterate(seed: int = 0) -> UniformIterate:
+    """Keep a point uniform over x_1..x_T, without knowing T.
+
+        keep = uniform_iterate()
+        kept = keep.init(params)
+        ...                                 # tx.update, optax.apply_updates
+        kept = keep.update(kept, params)    # once a sample: the first time with x_1
+        kept.point
+
+    `init` counts no point; it only shapes the state. Costs one copy of the parameters.
+
+    Args:
+        seed: Of a stream used for nothing else. Equal seeds choose equal indices.
+    """
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {seed!r}")
+
+    def init(params: PyTree) -> UniformIterateState:
+        # Copies: a step that donates both the parameters and this state must not meet one
+        # buffer twice.
+        point = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
+        # Raw key data rather than a typed key: any checkpoint library can save it.
+        key = jax.random.key_data(jax.random.key(seed))
+        return UniformIterateState(jnp.zeros((), jnp.int32), key, point)
+
+    def update(state: UniformIterateState, params: PyTree) -> UniformIterateState:
+        step = counted(state.step)
+        stream = jax.random.fold_in(jax.random.wrap_key_data(state.key), step)
+        take = jax.random.randint(stream, (), 0, step) == 0  # Alg. 1, line 8: probability 1/t
+        point = jax.tree.map(lambda p, kept: jnp.where(take, p, kept), params, state.point)
+        return UniformIterateState(step, state.key, point)
+
+    return UniformIterate(init, update)

@@ -1,0 +1,33 @@
+"""One colour a method, the same in every figure of the repository.
+
+The library's own methods stay apart for readers with any kind of colour vision, and so do the
+few that the overviews of the benchmark show. Twenty colours cannot all do so: markers and
+dashes tell the others apart.
+"""
+
+PALETTE = {
+    "STORM+": "#d9480f",
+    "STORM+ mean": "#f2a93b",
+    "Untuned": "#087f5b",
+    "simplified STORM+": "#e8308a",
+    "simplified STORM+ mean": "#e599b5",
+    "STORM": "#7048e8",
+    "STORM mean": "#b197fc",
+    "SGD": "#495057",
+    "SGD momentum": "#212529",
+    "Adam": "#1971c2",
+    "AdamW": "#4dabf7",
+    "AdaGrad": "#8d6e3f",
+    "AdaGrad-norm": "#b08968",
+    "RMSprop": "#0b7285",
+    "Schedule-Free": "#5c940d",
+    "Prodigy": "#3bc9db",
+    "D-Adaptation": "#a61e4d",
+    "DoG": "#2b8a3e",
+    "Mechanic": "#5f3dc4",
+    "MARS": "#0ca678",
+    "SVRG": "#868e96",
+    "SCSG": "#66a80f",
+    "SPIDER": "#1098ad",
+    "Hybrid SARAH": "#9c36b5",
+}

@@ -1,0 +1,684 @@
+"""The table: every transformation, every property that an optax optimizer should have."""
+
+import functools
+import pickle
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("optax")
+
+import jax
+import jax.numpy as jnp
+import optax
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax_problems import (
+    BUFFERS,
+    CURVATURES,
+    PAIRED,
+    PARAMS,
+    REFERENCE,
+    TRANSFORMATIONS,
+    assert_finite,
+    assert_trees_close,
+    assert_trees_equal,
+    quadratic,
+    run,
+    step_of,
+    walk,
+)
+from untuned_oracle import untuned_run
+
+from stormplus import minimize
+from stormplus.jax import StormState, UntunedState, uniform_iterate
+
+# Two of the three rules of one template wait for the long suite: each case compiles.
+each = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.long] * (name in ("simplified_storm_plus", "storm")))
+        for name in TRANSFORMATIONS
+    ],
+)
+ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
+
+
+# --- it converges ----------------------------------------------------------------------------
+
+
+def parabola():
+    target = jnp.array([1.0, -1.0, 1.0])
+    return lambda x: jnp.sum((x - target) ** 2), jnp.array([-1.0, 10.0, 1.0]), target
+
+
+def rosenbrock():
+    return (
+        lambda x: (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2,
+        jnp.zeros(2),
+        jnp.ones(2),
+    )
+
+
+def two_leaves():
+    target = (jnp.array([1.0, -1.0, 2.0]), jnp.array([[1.0, 0.0], [-1.0, 1.0]]))
+
+    def loss(x):
+        return sum(jnp.sum((x_i - t_i) ** 2) for x_i, t_i in zip(x, target))
+
+    return loss, (jnp.zeros(3), jnp.zeros((2, 2))), target
+
+
+# Without tuning, but for STORM's constants and the lr with which the noiseless valley of
+# Rosenbrock's function is walked in 20,000 steps.
+CONVERGES = [
+    (parabola, "storm_plus", {}),
+    (parabola, "simplified_storm_plus", {}),
+    (parabola, "storm", {"theta": 1.0, "c": 1.0}),
+    (parabola, "untuned", {}),
+    (rosenbrock, "storm_plus", {}),
+    (rosenbrock, "simplified_storm_plus", {"lr": 0.03}),
+    (rosenbrock, "storm", {"theta": 0.1, "c": 10.0}),
+    (two_leaves, "storm_plus", {"scope": "tensor"}),
+    (two_leaves, "simplified_storm_plus", {"norm": "mean", "lr": 0.3}),
+    (two_leaves, "storm", {"theta": 1.0, "c": 1.0}),
+    (two_leaves, "untuned", {"scope": "tensor"}),
+]
+
+
+@pytest.mark.parametrize(("target", "name", "options"), CONVERGES)
+def test_it_converges(target, name, options):
+    loss, x0, expected = target()
+    tx = TRANSFORMATIONS[name](**options)
+    x, state = run(tx, lambda p, _: jax.grad(loss)(p), x0, jnp.zeros(20_000))
+    assert_trees_close(x, expected, rtol=3e-2, atol=3e-2)
+    assert int(state.step) == 20_000
+
+
+# --- compiled, in whatever way ---------------------------------------------------------------
+
+
+@each
+def test_it_compiles_once_and_scan_equals_the_loop(name):
+    traces, tx = [], TRANSFORMATIONS[name](lr=lambda count: 1 / (1 + count), weight_decay=0.1)
+
+    def grad(params, sample):
+        traces.append(sample)
+        return quadratic(params, sample)
+
+    step, params, state = step_of(tx, grad), PARAMS, tx.init(PARAMS)
+    for sample in CURVATURES:  # the first call and later ones alike
+        params, state = step(params, state, sample)
+    assert len(traces) == (2 if name in PAIRED else 1)
+    assert step._cache_size() == 1
+    assert_trees_close(run(tx, quadratic, PARAMS, CURVATURES), (params, state), **ROUNDING)
+
+
+@pytest.mark.long
+@each
+def test_vmap_over_seeds_and_rates(name):
+    """One run each; a gradient that is not finite in one of them stays its affair."""
+    scales = jnp.array([[1.0, 2.0, 3.0, 1.0], [1.0, 2.0, jnp.nan, 1.0], [2.0, 1.0, 1.0, 1.0]])
+
+    def final(scales, lr):
+        return run(TRANSFORMATIONS[name](lr, scope="tensor"), quadratic, PARAMS, scales)
+
+    together = jax.vmap(final)(scales, jnp.array([1.0, 1.0, 0.4]))
+    for i, lr in enumerate((1.0, 1.0, 0.4)):
+        one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
+        assert_trees_close(one, walk(name, scales[i], lr=lr, scope="tensor"), **ROUNDING)
+    assert together[1].skipped.tolist() == [0, 1, 0]
+
+
+@each
+def test_buffers_are_donated(name):
+    """Every buffer of the parameters and the state is reused, none twice."""
+    tx = TRANSFORMATIONS[name](scope="tensor")
+    step = jax.jit(step_of(tx, quadratic, jit=False), donate_argnums=(0, 1))
+    params = jax.tree.map(jnp.copy, PARAMS)
+    state = tx.init(params)
+    given = jax.tree.leaves((params, state))
+    params, state = step(params, state, 1.0)  # warns, so fails, if one is not usable
+    assert all(leaf.is_deleted() for leaf in given)
+    step(params, state, 1.0)
+
+
+@each
+def test_eager_calls_in_a_chain_with_other_arguments_change_nothing(name):
+    tx = optax.chain(TRANSFORMATIONS[name]())
+    arguments = {"grad_fn": lambda p: quadratic(p, 2.0), "value": 1.0, "unexpected": "x"}
+    params, state = PARAMS, tx.init(PARAMS)
+    for _ in range(2):
+        updates, state = tx.update(quadratic(params, 2.0), state, params, **arguments)
+        params = optax.apply_updates(params, updates)
+    assert_trees_close(params, walk(name, [2.0, 2.0])[0], **ROUNDING)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("x64")
+@each
+def test_gradients_flow_through_a_run(name):
+    """Meta-gradients, also where x is at its origin and where a gradient is zero."""
+    first = {"a": jnp.array([3.0, 4.0, 0.0]), "zero": jnp.zeros(2)}
+
+    @jax.jit
+    def end(lr):
+        tx = TRANSFORMATIONS[name](lr, scope="tensor")
+        moved, _ = run(tx, quadratic, jax.tree.map(lambda p: p * lr, first), CURVATURES[:4])
+        return jnp.sum(moved["a"] ** 2)
+
+    slope = (end(0.5 + 1e-6) - end(0.5 - 1e-6)) / 2e-6
+    np.testing.assert_allclose(jax.grad(end)(0.5), slope, rtol=1e-6)
+
+
+# --- trees -----------------------------------------------------------------------------------
+
+
+class Pair(NamedTuple):
+    a: Any
+    b: Any
+
+
+@each
+def test_the_kind_of_tree_does_not_matter(name):
+    tree = {"none": None, "pair": Pair([None, {"y": PARAMS["a"]}], (PARAMS["b"],))}
+    moved, state = walk(name, params=tree)
+    assert jax.tree.structure(moved) == jax.tree.structure(tree)
+    assert jax.tree.structure(state.estimator) == jax.tree.structure(tree)
+    expected = jax.tree.leaves(walk(name)[0])
+    assert_trees_close(jax.tree.leaves(moved), expected, **ROUNDING)
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+@each
+def test_empty_trees(name, scope):
+    options = {"scope": scope} | ({"norm": "mean"} if name in PAIRED else {})
+    for params in ({}, {"a": None, "b": jnp.zeros((0, 3))}):
+        moved, state = walk(name, CURVATURES[:2], params=params, **options)
+        assert jax.tree.structure(moved) == jax.tree.structure(params)
+        assert int(state.step) == 2
+        assert_finite(state)
+
+
+@pytest.mark.parametrize("x1", [0.0, 3.0])
+@each
+def test_a_parameter_that_is_a_number(name, x1):
+    """n = 1; and where all is zero no division by the norm."""
+    x, state = walk(name, params=x1, grad=the_point)
+    assert 0 < float(x) < 3 if x1 else float(x) == 0
+    assert int(state.step) == len(CURVATURES)
+    assert_finite(state)
+
+
+def the_point(p, sample):
+    return p
+
+
+@each
+def test_counters_stop_at_their_largest_value(name):
+    """2^31 calls: a count that wrapped around made t negative, and the parameters NaN."""
+    params, state = walk(name)
+    largest = jnp.int32(2**31 - 1)
+    names = ("step", "moves", "skipped", "restarts")
+    counts = {key: largest for key in names if key in state._fields}
+    params, state = walk(name, [1.0, np.nan, 2.0], params, state._replace(**counts))
+    assert_finite((params, state))
+    assert all(getattr(state, key) == largest for key in counts)
+
+
+def half_dead(p, sample):
+    return {"dead": 0 * p["dead"], "live": sample * p["live"]}
+
+
+@each
+def test_a_leaf_whose_gradient_is_always_zero_stays(name):
+    params = {"dead": jnp.array([2.0, 0.0]), "live": jnp.array([1.0, 3.0])}
+    moved, state = walk(name, params=params, grad=half_dead, scope="tensor")
+    np.testing.assert_array_equal(moved["dead"], params["dead"])
+    assert (moved["live"] != params["live"]).all()
+    assert_finite(state)
+
+
+@each
+def test_the_buffers(name):
+    """One of the size of the parameters for pairs, four for untuned; `map_params` finds them."""
+    make, params = TRANSFORMATIONS[name], {"a": jnp.ones((40, 50)), "b": jnp.ones(60)}
+    for tx, count in ((make(weight_decay=0.1), 2), (make(mask={"a": True, "b": False}), 1)):
+        state = tx.init(params)
+        assert type(state) is (StormState if name in PAIRED else UntunedState)
+        sizes = [leaf.size for leaf in jax.tree.leaves(state)]
+        assert sum(size > 1 for size in sizes) == count * len(BUFFERS[name])
+        marked = optax.tree.map_params(tx, lambda leaf: 0 * leaf + 7, state)
+        for buffer in BUFFERS[name]:
+            assert all((leaf == 7).all() for leaf in jax.tree.leaves(getattr(marked, buffer)))
+        rest = {buffer: getattr(state, buffer) for buffer in BUFFERS[name]}
+        assert_trees_equal(marked._replace(**rest), state)
+
+
+# --- which leaves ----------------------------------------------------------------------------
+
+
+def cast_quadratic(p, sample):
+    return jax.tree.map(lambda leaf: sample * leaf.astype(jnp.float32), p)
+
+
+@each
+def test_masked_leaves_stay_and_have_no_buffer(name):
+    params = {"body": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, "head": jnp.arange(4)}
+    make = functools.partial(TRANSFORMATIONS[name], scope="tensor")
+    prefix = make(mask={"body": True, "head": False})
+    moved, state = run(prefix, cast_quadratic, params, CURVATURES)
+    kept = {"body": params["body"]}
+    alone, alone_state = walk(name, params=kept, grad=cast_quadratic, scope="tensor")
+    assert_trees_equal(moved["head"], params["head"])  # of integers, too
+    assert_trees_close(state, alone_state, **ROUNDING)
+    assert_trees_close(moved["body"], alone["body"], **ROUNDING)
+    assert state.step_size.shape == (2,)
+    function = make(mask=lambda p: {"body": True, "head": p["head"].ndim > 1})
+    assert_trees_equal(function.init(params), prefix.init(params))
+    tree = make(mask={"body": {"w": True, "b": False}, "head": False}).init(params)
+    assert [leaf.shape for leaf in jax.tree.leaves(tree.estimator)] == [(2, 3)]
+
+
+@each
+def test_numpy_numbers_and_masks_that_can_be_called(name):
+    # An Equinox module of booleans is a tree, though it can be called.
+    @jax.tree_util.register_pytree_node_class
+    class Module(dict):
+        def tree_flatten(self):
+            return list(self.values()), tuple(self)
+
+        @classmethod
+        def tree_unflatten(cls, names, leaves):
+            return cls(zip(names, leaves))
+
+        def __call__(self, x):
+            raise AssertionError("a mask is not called")
+
+    params = Module(a=jnp.ones(2), b=jnp.ones(3))
+    mask = jax.tree.map(lambda leaf: np.bool_(leaf.size == 3), params)
+    moved, _ = run(
+        TRANSFORMATIONS[name](np.float32(0.1), mask=mask), quadratic, params, jnp.ones(2)
+    )
+    assert (moved["a"] == 1).all()
+    assert (moved["b"] < 1).all()
+
+
+@each
+def test_leaves_of_one_label_are_as_if_alone(name):
+    params = {"x": {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(1)}, "y": jnp.array([0.5])}
+    options = {"norm": "mean", "lr": 0.1} if name in PAIRED else {}
+    labels = {"x": "first", "y": "second"}  # a prefix of the tree
+    make = functools.partial(TRANSFORMATIONS[name], scope="group", **options)
+    moved, state = run(make(groups=labels), quadratic, params, CURVATURES)
+    for group in ("x", "y"):
+        alone, _ = walk(name, params=params[group], **options)
+        assert_trees_close(moved[group], alone, **ROUNDING)
+    assert state.step_size.shape == (2,)
+    for groups in (lambda p: labels, {"x": {"a": 0, "b": 2}, "y": 2}):
+        assert make(groups=groups).init(params).step_size.shape == (2,)
+
+
+# --- dtypes ----------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32, jnp.float64])
+@each
+def test_dtypes_are_kept(name, dtype):
+    """Updates and parameters have the parameters' dtype, d float32 or wider, always."""
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    tx = TRANSFORMATIONS[name]()
+    state = tx.init(params)
+    updates, after = jax.eval_shape(
+        lambda p, s: tx.update(p, s, p, grad_fn=lambda x: x), params, state
+    )
+    assert all(leaf.dtype == dtype for leaf in jax.tree.leaves(updates))
+    kinds = [
+        jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.weak_type), tree)
+        for tree in (state, after)
+    ]
+    assert kinds[0] == kinds[1]
+    wide = jnp.promote_types(dtype, jnp.float32)
+    for buffer in BUFFERS[name]:
+        wanted = dtype if buffer == "origin" else wide
+        assert all(leaf.dtype == wanted for leaf in jax.tree.leaves(getattr(state, buffer)))
+    assert state.step_size.dtype == jnp.float64
+
+
+@each
+def test_mixed_dtypes_and_a_gradient_of_another_dtype(name):
+    params = {"half": jnp.ones(3, jnp.bfloat16), "single": jnp.ones(2)}
+    moved, state = walk(name, params=params, grad=cast_quadratic)
+    assert_finite((moved, state))
+    assert float(moved["half"][0]) < 1
+    assert moved["half"].dtype == jnp.bfloat16
+    assert moved["single"].dtype == state.estimator["half"].dtype == jnp.float32
+    assert state.step_size.dtype == jnp.float32  # without x64
+
+
+@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
+@each
+def test_only_real_floating_point_leaves(name, dtype):
+    with pytest.raises(TypeError, match=r"\['a'\] is (int|complex).*mask="):
+        TRANSFORMATIONS[name]().init({"a": jnp.ones(2, dtype)})
+
+
+# --- sizes, from 0 to 1e20 -------------------------------------------------------------------
+
+SIZES = [0.0, 1e-20, 1e-12, 1e-4, 1.0, 1e5, 1e10, 1e15, 1e20]
+FACTORS = np.array([1.0, -0.5, 2.0, 0.0, 1.0])
+# In float32 the rules of pairs see |g|^2 as zero below the first number; beyond the second the
+# sum of |d|^2 / a (whose a only simplified STORM+ keeps large), and from 2e19 |g|^2 itself, is
+# too large. Such gradients are not used, and counted.
+RANGE = {
+    "storm_plus": (1e-19, 1e11),
+    "simplified_storm_plus": (1e-19, 1e16),
+    "storm": (1e-19, 1e11),
+    "untuned": (0.0, np.inf),
+}
+
+
+def sweep(name, size, n, dtype):
+    """The end of a linear objective, whose gradient is g times a factor, and the reference's."""
+    g = size * np.linspace(1, 2, n) / np.linalg.norm(np.linspace(1, 2, n))
+    samples = jnp.asarray(np.outer(FACTORS, g), dtype)
+    x, state = walk(name, samples, params=jnp.zeros(n, dtype), grad=the_sample)
+    if name == "untuned":
+        rows = untuned_run(lambda k, x, *_: [FACTORS[k] * g], [np.zeros(n)], len(FACTORS))
+        return x, state, rows[-1]["x"][0]
+    factors = iter(FACTORS)
+    expected = minimize(
+        lambda x, xi: xi * g,
+        np.zeros(n),
+        lambda rng: next(factors),
+        len(FACTORS),
+        method=REFERENCE[name],
+    )
+    return x, state, expected.x
+
+
+def the_sample(p, sample):
+    return sample
+
+
+@pytest.mark.usefixtures("x64")
+@pytest.mark.parametrize("size", SIZES)
+@each
+def test_float64_is_the_reference_at_every_size(name, size):
+    for n in (1, 7):
+        x, state, expected = sweep(name, size, n, jnp.float64)
+        np.testing.assert_allclose(x, expected, rtol=1e-10, atol=1e-300)
+        assert int(state.step) == len(FACTORS)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@each
+def test_float32_is_the_reference_or_does_nothing(name, size):
+    """Never an inf, a NaN, or a step that only overflow explains."""
+    x, state, expected = sweep(name, size, 3, jnp.float32)
+    assert_finite((x, state))
+    smallest, largest = RANGE[name]
+    if size < smallest:  # eta = 1: steps are as small as the gradients
+        np.testing.assert_allclose(x, 0, atol=1e-19)
+    elif size <= largest:
+        np.testing.assert_allclose(x, expected, rtol=1e-4)
+        assert int(state.step) == len(FACTORS)
+    else:
+        np.testing.assert_array_equal(x, 0)
+        assert int(state.skipped) + int(state.restarts) >= 3  # the factor 0 is in range
+
+
+@functools.cache
+def scales_sweep(name):
+    tx = TRANSFORMATIONS[name]()
+    return jax.jit(lambda g, scales: run(tx, lambda x, s: s * g, jnp.zeros(4), scales))
+
+
+@each
+@settings(max_examples=25, deadline=None)
+@given(
+    exponents=st.lists(st.floats(-30, 25), min_size=1, max_size=6),
+    seed=st.integers(0, 1000),
+)
+def test_any_sequence_of_sizes_leaves_the_state_finite(name, exponents, seed):
+    g = jnp.asarray(np.random.default_rng(seed).standard_normal(4), jnp.float32)
+    scales = np.zeros(6, np.float32)
+    scales[: len(exponents)] = [10.0**e for e in exponents]
+    x, state = scales_sweep(name)(g, jnp.asarray(scales))
+    assert_finite((x, state))
+    assert int(state.step) + int(state.skipped) + int(getattr(state, "restarts", 0)) == 6
+
+
+# --- gradients that are not finite -----------------------------------------------------------
+
+
+def spoilt(p, sample):
+    scale, bad = sample
+    g = quadratic(p, scale)
+    return {"a": g["a"].at[1].add(bad), "b": g["b"]}
+
+
+SPOILT = {"grad": spoilt, "scope": "tensor", "weight_decay": 0.1, "decoupled_weight_decay": True}
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("before", [0, 3])
+@each
+def test_a_gradient_that_is_not_finite_has_no_effect(name, before, value):
+    params, state = walk(name, [(c, 0.0) for c in CURVATURES[:before]], **SPOILT)
+    after_params, after = walk(name, [(1.0, value)], params, state, **SPOILT)
+    assert_trees_equal(after_params, params)
+    assert_trees_equal(after, state._replace(skipped=state.skipped + 1))
+
+
+@each
+def test_apply_if_finite_is_not_needed_and_does_no_harm(name):
+    bad = jnp.array([1.0, 2.0, jnp.nan, 3.0, jnp.nan, jnp.nan, jnp.nan])
+    expected, state = walk(name, bad)
+    assert int(state.skipped) == 4
+    tx = optax.apply_if_finite(TRANSFORMATIONS[name](), 1)  # it gives up, and hands NaNs on
+    assert_trees_close(run(tx, quadratic, PARAMS, bad)[0], expected, **ROUNDING)
+
+
+# --- the objective ---------------------------------------------------------------------------
+
+
+@each
+def test_l2_weight_decay_is_part_of_the_objective_and_maximize_of_the_gradient_alone(name):
+    """Torch's sign rule: -g + weight_decay x."""
+
+    def by_hand(x, sample):
+        return jax.tree.map(lambda leaf: -sample * leaf + 0.1 * leaf, x)
+
+    got = walk(name, weight_decay=0.1, maximize=True)
+    assert_trees_close(got, walk(name, grad=by_hand), **ROUNDING)
+
+
+@each
+def test_decoupled_weight_decay_shrinks_at_the_move_alone(name):
+    """With zero gradients d is zero: nothing but the decay moves, and no sum has it."""
+    options = {"lr": 0.5, "weight_decay": 0.1, "decoupled_weight_decay": True}
+    start = walk(name, [0.0], **options)
+    moved, state = walk(name, [0.0], *start, **options)
+    eta = state.step_size
+    expected = jax.tree.map(lambda x: x - 0.5 * eta * 0.1 * x, start[0])
+    assert_trees_close(moved, expected, rtol=1e-6)
+    assert float(moved["a"][0]) < float(start[0]["a"][0])
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(state.estimator))
+
+
+@each
+def test_a_gradient_transform_is_as_if_the_gradient_were_so(name):
+    """On the optimised leaves alone, each gradient with the parameters of its point."""
+    transform = optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1))
+
+    def by_hand(p, sample):
+        g = sample * p["a"]
+        return {"a": g / jnp.maximum(jnp.linalg.norm(g), 1) + 0.1 * p["a"]}
+
+    params = {"a": PARAMS["a"], "frozen": jnp.array([100.0])}
+    tx = TRANSFORMATIONS[name](gradient_transform=transform, mask={"a": True, "frozen": False})
+    got, state = run(tx, quadratic, params, CURVATURES)
+    expected, expected_state = walk(name, params={"a": params["a"]}, grad=by_hand)
+    assert_trees_close(got["a"], expected["a"], **ROUNDING)
+    assert_trees_close(state, expected_state, **ROUNDING)
+
+
+# --- schedules and injected numbers ----------------------------------------------------------
+
+
+def no_second_move(count):
+    return jnp.where(count == 1, 0.0, 1.0)
+
+
+@each
+def test_a_schedule_counts_moves(name):
+    """From 0; the first call of pairs and a call without effect do not count."""
+    params, state, moved = PARAMS, None, []
+    for sample in (1.0, np.nan, 2.0, 3.0, 1.0):
+        new, state = walk(name, [sample], params, state, lr=no_second_move)
+        moved.append(bool((new["a"] != params["a"]).any()))
+        params = new
+    if name in PAIRED:
+        assert moved == [False, False, True, False, True]
+    else:
+        assert moved == [True, False, False, True, True]
+
+
+@each
+def test_inject_hyperparams(name):
+    options = {"lr": 0.3, "weight_decay": 0.01}
+    if name == "storm":
+        options |= {"theta": 0.2, "c": 50.0}
+    make = TRANSFORMATIONS[name]
+    # It takes functions for schedules, unless told not to.
+    tx = optax.inject_hyperparams(make, static_args=("mask",))(
+        **options, scope="tensor", mask=lambda p: {"a": True, "b": True}
+    )
+    step, params, state = step_of(tx, quadratic), PARAMS, tx.init(PARAMS)
+    for sample in CURVATURES:
+        params, state = step(params, state, sample)
+    expected, _ = walk(name, **options, scope="tensor")
+    assert_trees_close(params, expected, **ROUNDING)
+    assert set(options) <= set(state.hyperparams)
+    state.hyperparams["lr"] = jnp.float32(0.0)
+    assert_trees_equal(step(params, state, 1.0)[0], params)
+
+
+@each
+def test_an_injected_schedule_counts_calls(name):
+    tx = optax.inject_hyperparams(TRANSFORMATIONS[name])(
+        lr=lambda count: jnp.where(count < 3, 0.0, 1.0)
+    )
+    step, params, state, moved = step_of(tx, quadratic), PARAMS, tx.init(PARAMS), []
+    for _ in range(4):
+        params, state = step(params, state, 1.0)
+        moved.append(float(params["a"][0]) < 3)
+    assert moved == [False, False, False, True]
+
+
+# --- checkpoints -----------------------------------------------------------------------------
+
+
+def by_pickle(saved, template, path):
+    leaves = pickle.loads(pickle.dumps([np.asarray(leaf) for leaf in jax.tree.leaves(saved)]))
+    return jax.tree.map(jnp.asarray, jax.tree.structure(template).unflatten(leaves))
+
+
+def by_orbax(saved, template, path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(path / "checkpoint", saved)
+        checkpointer.wait_until_finished()
+        return checkpointer.restore(path / "checkpoint", template)
+
+
+@each
+def test_a_state_goes_through_a_checkpoint_bit_by_bit(name, tmp_path):
+    dtype = jnp.bfloat16 if name in ("storm_plus", "untuned") else jnp.float32
+    params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
+    tx = TRANSFORMATIONS[name](scope="tensor", mask={"a": True, "b": dtype == jnp.bfloat16})
+    step, keep = step_of(tx, quadratic), uniform_iterate()
+    template = {"params": params, "state": tx.init(params), "kept": keep.init(params)}
+    moved, state = params, template["state"]
+    for sample in CURVATURES[:3]:
+        moved, state = step(moved, state, sample)
+    saved = {"params": moved, "state": state, "kept": keep.update(template["kept"], moved)}
+    straight = step(moved, state, CURVATURES[3])
+    for way in (by_pickle, by_orbax):
+        restored = way(saved, template, tmp_path)
+        assert_trees_equal(restored, saved)
+        assert type(restored["state"]) is type(state)
+        assert_trees_equal(step(restored["params"], restored["state"], CURVATURES[3]), straight)
+
+
+# --- errors ----------------------------------------------------------------------------------
+
+ARGUMENT_ERRORS = {
+    "lr negative": ({"lr": -1.0}, ValueError, "lr must be finite and not negative, got -1.0"),
+    "lr nan": ({"lr": float("nan")}, ValueError, "lr must be finite"),
+    "lr text": ({"lr": "1"}, TypeError, "lr must be a number, got '1'"),
+    "weight_decay": ({"weight_decay": -0.1}, ValueError, "weight_decay must be .* got -0.1"),
+    "scope": ({"scope": "leaf"}, ValueError, "scope must be one of .*, got 'leaf'"),
+    "group alone": ({"scope": "group"}, ValueError, "go together.*groups=None"),
+    "groups alone": ({"groups": {"a": 0}}, ValueError, "go together.*scope='global'"),
+    "maximize": ({"maximize": 1}, TypeError, "maximize must be True or False, got 1"),
+    "decoupled": ({"decoupled_weight_decay": 0.1}, TypeError, "decoupled_weight_decay must be"),
+    "transform": ({"gradient_transform": 1.0}, TypeError, "without state.*got 1.0"),
+    "transform's state": (
+        {"gradient_transform": optax.trace(0.9)},
+        ValueError,
+        "must have no state.*TraceState",
+    ),
+    "mask's leaves": ({"mask": {"a": 1.0, "b": True}}, TypeError, "True and False.*got 1.0"),
+    "mask's tree": ({"mask": {"z": True}}, ValueError, "mask must have the structure"),
+    "groups' tree": (
+        {"scope": "group", "groups": {"z": 0}},
+        ValueError,
+        "groups must have the structure",
+    ),
+}
+UPDATE_ERRORS = {
+    "no parameters": ({"params": None}, TypeError, "got None as params"),
+    "another structure": (
+        {"updates": [jnp.ones(2)]},
+        TypeError,
+        r"the first argument of update\(\) must be a gradient with the structure",
+    ),
+    "a value beside it": ({"updates": (PARAMS, 1.0)}, TypeError, "return the gradient alone"),
+    "another shape": (
+        {"updates": {"a": jnp.ones((2, 1)), "b": jnp.ones(1)}},
+        ValueError,
+        r"\['a'\] is \(2,\), its gradient \(2, 1\)",
+    ),
+    "a state of other parameters": (
+        {"state": {"a": jnp.ones(3), "b": jnp.ones(1)}},
+        ValueError,
+        r"state is of other parameters.*\(3,\).*tx.init",
+    ),
+}
+
+
+def call(tx, updates=PARAMS, state=PARAMS, params=PARAMS):
+    return tx.update(updates, tx.init(state), params, grad_fn=lambda p: p)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"), ARGUMENT_ERRORS.values(), ids=ARGUMENT_ERRORS
+)
+@each
+def test_arguments_are_checked(name, options, error, message):
+    with pytest.raises(error, match=message):
+        call(TRANSFORMATIONS[name](**options))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"), UPDATE_ERRORS.values(), ids=UPDATE_ERRORS
+)
+@each
+def test_update_says_what_to_pass(name, arguments, error, message):
+    with pytest.raises(error, match=message):
+        call(TRANSFORMATIONS[name](), **arguments)

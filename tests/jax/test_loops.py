@@ -1,0 +1,208 @@
+"""What helps around a loop: `verify`, `accumulate` and `uniform_iterate`."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("jax")
+pytest.importorskip("optax")
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax_problems import (
+    CURVATURES,
+    PARAMS,
+    Regression,
+    assert_trees_close,
+    assert_trees_equal,
+    run,
+    step_of,
+    walk,
+)
+
+from stormplus.jax import accumulate, storm_plus, uniform_iterate, verify
+
+# --- verify ----------------------------------------------------------------------------------
+
+
+def first_state(tx, params, handed_over, returned):
+    _, state = tx.update(handed_over, tx.init(params), params, grad_fn=lambda p: returned)
+    return state
+
+
+def test_verify_accepts_one_sample():
+    _, state = walk("storm_plus", CURVATURES[:1])
+    verify(state)
+    assert float(state.mismatch) == 0
+
+
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_verify_finds_a_key_drawn_inside_grad_fn(scope):
+    """Dropout with a fresh key at each evaluation: two samples, not one."""
+    params = jnp.arange(1.0, 50.0)
+    masks = (jax.random.bernoulli(jax.random.key(k), 0.5, params.shape) for k in range(2))
+    state = first_state(storm_plus(scope=scope), params, *(2 * params * mask for mask in masks))
+    with pytest.raises(RuntimeError, match="close over the batch and the key"):
+        verify(state)
+
+
+def test_verify_sees_zero_gradients():
+    zero = jax.tree.map(jnp.zeros_like, PARAMS)
+    verify(first_state(storm_plus(), PARAMS, zero, zero))
+    with pytest.raises(RuntimeError, match="differ at one point"):
+        verify(first_state(storm_plus(), PARAMS, zero, PARAMS))
+
+
+def test_verify_needs_a_step():
+    with pytest.raises(ValueError, match="after the first update: got step 0"):
+        verify(storm_plus().init(PARAMS))
+    with pytest.raises(ValueError, match="no StormState in ScaleByAdamState"):
+        verify(optax.scale_by_adam().init(PARAMS))
+
+
+@pytest.mark.parametrize("how", ["clip", "sign", "turned around"])
+def test_verify_is_not_fooled_by_equal_norms(how):
+    # Clipped or signed, two gradients have one norm; and -g has that of g.
+    params = {"w": jnp.array([1.0, 2.0, -3.0])}
+    transform = {"clip": optax.clip_by_global_norm(0.1), "sign": optax.scale_by_sign()}.get(how)
+    tx = storm_plus(gradient_transform=transform)
+    first = {"w": jnp.array([3.0, -1.0, 2.0])}
+    other = jax.tree.map(jnp.negative, first) if how == "turned around" else {"w": first["w"][::-1]}
+    with pytest.raises(RuntimeError, match="differ at one point"):
+        verify(first_state(tx, params, first, other))
+    verify(first_state(tx, params, first, first))
+
+
+# --- accumulate ------------------------------------------------------------------------------
+
+
+def test_accumulate_is_the_gradient_of_the_whole_batch():
+    problem = Regression()
+    params, rows = problem.params(jnp.float32), jnp.arange(24)
+    whole = problem.grad(params, rows)
+    parts = jax.jit(lambda p: accumulate(problem.grad, rows.reshape(6, 4))(p))(params)
+    assert_trees_close(parts, whole, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.usefixtures("x64")
+def test_a_run_with_accumulate_is_the_run_with_large_batches():
+    problem = Regression()
+    rows = jax.random.randint(jax.random.key(0), (20, 3, 4), 0, 64)
+    params = problem.params()
+    small = run(storm_plus(), lambda p, r: accumulate(problem.grad, r)(p), params, rows)
+    large = run(storm_plus(), problem.grad, params, rows.reshape(20, 12))
+    assert_trees_close(small, large, rtol=1e-9, atol=1e-12)
+
+
+def test_accumulate_splits_a_tree_with_keys():
+    """Dropout: the key of each micro-batch is the same in both evaluations."""
+
+    def grad(p, batch):
+        scale, key = batch
+        return scale * p * jax.random.bernoulli(key, 0.5, p.shape)
+
+    keys = jax.random.split(jax.random.key(0), 3)
+    mean_grad = accumulate(grad, (jnp.array([1.0, 2.0, 3.0]), keys))
+    p = jnp.arange(1.0, 5.0)
+    np.testing.assert_array_equal(mean_grad(p), mean_grad(p))
+    expected = sum(grad(p, (float(i + 1), keys[i])) for i in range(3)) / 3
+    np.testing.assert_allclose(mean_grad(p), expected, rtol=1e-6)
+
+
+def test_accumulate_adds_up_in_float32():
+    """256 + 1 is 256 in bfloat16."""
+    values = jnp.array([256.0] + [1.0] * 15, jnp.bfloat16)
+    mean = accumulate(lambda p, v: v * jnp.ones_like(p), values)(jnp.ones(2, jnp.bfloat16))
+    assert mean.dtype == jnp.float32
+    np.testing.assert_array_equal(mean, 271 / 16)
+
+
+def test_accumulate_evaluates_one_micro_batch_at_a_time():
+    shapes = []
+
+    def grad(p, batch):
+        shapes.append(batch.shape)
+        return p
+
+    accumulate(grad, jnp.ones((6, 4, 2)))(jnp.ones(3))
+    assert set(shapes) == {(4, 2)}
+
+
+@pytest.mark.parametrize(
+    "batches", [(), jnp.ones((0, 2)), jnp.ones(()), (jnp.ones(3), jnp.ones(4))]
+)
+def test_accumulate_says_what_batches_must_be(batches):
+    with pytest.raises(ValueError, match=r"along the first axis of every leaf.*shapes"):
+        accumulate(lambda p, b: p, batches)
+
+
+def test_accumulate_needs_a_function():
+    with pytest.raises(TypeError, match=r"function of \(params, batch\), got 1.0"):
+        accumulate(1.0, jnp.ones(2))
+
+
+# --- uniform_iterate -------------------------------------------------------------------------
+
+
+STEPS = 9
+
+
+@jax.jit
+def reservoir(key):
+    """Which of the points 1..STEPS the stream of `key` keeps."""
+    keep, points = uniform_iterate(), jnp.arange(1, STEPS + 1)
+    state = keep.init(points[0] * 0)._replace(key=key)
+    return jax.lax.scan(lambda s, x: (keep.update(s, x), None), state, points)[0].point
+
+
+def test_the_iterate_is_uniform():
+    """5000 streams over 9 points: chi^2 with 8 degrees of freedom is below 26.1 (p = 0.001)."""
+    keys = jax.vmap(jax.random.key_data)(jax.random.split(jax.random.key(1), 5000))
+    counts = np.bincount(jax.vmap(reservoir)(keys), minlength=STEPS + 1)
+    assert counts[0] == 0
+    expected = 5000 / STEPS
+    assert ((counts[1:] - expected) ** 2 / expected).sum() < 26.1
+
+
+def test_the_first_point_is_taken():
+    keep, x1 = uniform_iterate(), jnp.array([1.0, 2.0])
+    np.testing.assert_array_equal(keep.update(keep.init(0 * x1), x1).point, x1)
+
+
+def test_equal_seeds_choose_equal_indices_whatever_the_parameters():
+    keep, tx, problem = uniform_iterate(7), storm_plus(), Regression()
+    params = problem.params(jnp.float32)
+    state, kept, path = tx.init(params), keep.init(params), []
+    step, update = step_of(tx, problem.grad), jax.jit(keep.update)
+    index = int(reservoir(kept.key))
+    for rows in np.arange(4 * STEPS).reshape(STEPS, 4):
+        params, state = step(params, state, rows)
+        kept = update(kept, params)
+        path.append(params)
+    assert int(kept.step) == STEPS
+    assert_trees_equal(kept.point, path[index - 1])
+
+
+def test_seeds_differ():
+    indices = {int(reservoir(uniform_iterate(seed).init(0.0).key)) for seed in range(20)}
+    assert len(indices) > 3
+
+
+def test_the_iterate_can_be_donated_with_the_parameters():
+    keep, params = uniform_iterate(), {"x": jnp.ones(3)}
+    kept = keep.init(params)
+    step = jax.jit(lambda p, k: (p, keep.update(k, p)), donate_argnums=(0, 1))
+    params, kept = step(params, kept)
+    step(params, kept)
+
+
+def test_the_count_of_points_stops_at_its_largest_value():
+    keep = uniform_iterate()
+    kept = keep.init(jnp.ones(2))._replace(step=jnp.int32(2**31 - 1))
+    assert int(keep.update(kept, jnp.zeros(2)).step) == 2**31 - 1
+
+
+@pytest.mark.parametrize("seed", [1.0, None, True])
+def test_the_seed_is_an_integer(seed):
+    with pytest.raises(TypeError, match="seed must be an integer, got"):
+        uniform_iterate(seed)

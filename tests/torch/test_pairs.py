@@ -1,0 +1,535 @@
+"""What the paired optimizers do beyond the contract: two gradients a sample, move and estimate."""
+
+import copy
+import warnings
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+from checkpoint_ways import through_dcp, through_torch_save
+from optimizers import (
+    CASES,
+    Own,
+    OwnRule,
+    assert_same,
+    every_paired,
+    every_path,
+    everything,
+    halves,
+    made,
+    values,
+)  # fmt: skip
+from problems_for_tests import Network, backward
+from torch import nn
+from torch.optim import optimizer as torch_optimizer
+
+from stormplus import Storm, StormPlus, Untuned, minimize
+from stormplus.torch import PairedOptimizer, same_sample, scaled_step, verify_closure
+from stormplus.torch.core.kernels import Plain
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
+PLAIN = CASES[0]
+
+
+def given(opt, p, *rows):
+    """Steps by halves with gradients of one parameter; both of a pair are the same."""
+    for row in rows:
+
+        def evaluate(row=row):
+            p.grad = torch.as_tensor(row, dtype=p.dtype).expand_as(p).clone()
+
+        halves(opt, evaluate)
+
+
+# -- a step --------------------------------------------------------------------------------------
+
+
+@every_paired
+def test_the_closure_is_called_once_then_twice(case):
+    problem, params, opt = made(case, samples=10)
+    counts = []
+    for xi in problem.samples:
+        calls = []
+        opt.step(problem.closure(opt, params, xi, calls))
+        counts.append(len(calls))
+    assert counts == [1] + [2] * 9
+    assert opt.diagnostics()["grad_evaluations"] == opt.grad_evaluations == 19
+    assert opt.diagnostics()["step"] == 10
+
+
+@pytest.mark.parametrize("norm", ["raw", "mean"])
+@pytest.mark.parametrize("case", [c for c in CASES if isinstance(c.method, str)],
+                         ids=lambda case: case.name)  # fmt: skip
+def test_the_sums_are_those_of_minimize(case, norm):
+    problem, params, opt = made(case, samples=60, lr=0.3, norm=norm)
+    stream = iter(problem.samples)
+    result = minimize(
+        problem.gradient, problem.x0, lambda rng: next(stream), 60,
+        method=case.method, norm=norm, lr=0.3,
+    )  # fmt: skip
+    problem.run(opt, params)
+    for name in ("gain", "step_size", "sum_g_sq", "sum_d_sq_over_a"):
+        assert opt.diagnostics()[name] == pytest.approx(float(result[name]), rel=1e-10)
+    for p, block in zip(params, result.x):
+        np.testing.assert_allclose(p.detach().numpy(), block, rtol=1e-10, atol=1e-12)
+
+
+@every_paired
+def test_a_missing_closure_shows_the_lines_to_write(case):
+    with pytest.raises(TypeError) as caught:
+        made(case)[2].step()
+    for part in (case.cls.__name__, "def closure():", "loss.backward()", "opt.step(closure)"):
+        assert part in str(caught.value)
+
+
+@every_paired
+def test_without_noise_the_estimator_is_the_gradient(case):
+    # The paper's induction: with one sample d_t = grad f(x_t) at every step.
+    problem, params, opt = made(case, samples=1)
+    for _ in range(50):
+        opt.step(problem.closure(opt, params, problem.samples[0]))
+        true = problem.gradient([p.detach().numpy() for p in params], problem.samples[0])
+        for p, g in zip(params, true):
+            np.testing.assert_allclose(opt.state[p]["estimator"].numpy(), g, rtol=0, atol=1e-14)
+
+
+def test_max_move_bounds_every_move():
+    problem, params, opt = made(PLAIN, samples=60, lr=0.5, max_move=0.01)
+    lengths, unbounded = [], []
+    for xi in problem.samples:
+        before, numbers = values(params), opt.diagnostics()
+        opt.step(problem.closure(opt, params, xi))
+        lengths.append(sum((p - b).square().sum() for p, b in zip(params, before)).sqrt().item())
+        unbounded.append(0.5 * numbers["step_size"] * numbers["estimator_norm"])
+    assert max(unbounded) > 0.015  # the bound had something to do
+    np.testing.assert_allclose(lengths[1:], np.minimum(unbounded[1:], 0.01), rtol=1e-9)
+
+
+def test_the_mean_norm_counts_trainable_elements_with_or_without_a_gradient():
+    p, q, frozen = (nn.Parameter(torch.ones(2, dtype=torch.float64)) for _ in range(3))
+    frozen.requires_grad_(False)
+    opt = StormPlus([frozen, p, q], norm="mean")
+    PLAIN.descend(opt, [p, q], [[torch.full((2,), 2.0, dtype=torch.float64), None]])
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(8 / 4)
+
+
+@every_path
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_half_precision_has_an_estimator_that_decays(case, dtype):
+    # d <- (1 - a)(d - 0) + 0 with a = 1e-3: in bf16 the factor rounds to 1.
+    p = nn.Parameter(torch.ones(8, dtype=dtype))
+    opt = case([p], lr=0.0)
+    given(opt, p, 64.0, 0.0)  # sum |g|^2 = 32768: a = 32769^(-2/3) = 9.8e-4
+    expected = 64 * (1 - 32769 ** (-2 / 3))
+    torch.testing.assert_close(opt.state[p]["estimator"], torch.full((8,), expected))
+
+
+# -- move and estimate ---------------------------------------------------------------------------
+
+
+@every_paired
+def test_the_halves_are_the_step_with_its_hooks_and_without_a_warning(case):
+    problem, params, opt = made(case, samples=8)
+    _, others, by_hand = made(case, samples=8)
+    fired = []
+    handles = [
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: fired.append("before all")),
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: fired.append("after all")),
+    ]
+    by_hand.register_step_pre_hook(lambda *_: fired.append("before"))
+    by_hand.register_step_post_hook(lambda *_: fired.append("after"))
+    schedules = [torch.optim.lr_scheduler.ExponentialLR(o, 0.9) for o in (opt, by_hand)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for xi in problem.samples:
+            halves(by_hand, lambda: backward(problem, by_hand, others, xi))
+            schedules[1].step()
+    for handle in handles:
+        handle.remove()
+    assert fired == ["before all", "before", "after", "after all"] * 8
+    for xi in problem.samples:
+        opt.step(problem.closure(opt, params, xi))
+        schedules[0].step()
+    assert_same(everything(opt), everything(by_hand))
+
+
+def test_the_wrong_order_raises_and_changes_nothing():
+    problem, params, opt = made(PLAIN)
+    backward(problem, opt, params, problem.samples[0])
+    with pytest.raises(RuntimeError, match=r"opt.started is False\) call only estimate"):
+        opt.move()
+    assert not opt.has_estimator(params[0])
+    opt.estimate()
+    assert opt.has_estimator(params[0])
+    with pytest.raises(RuntimeError, match="estimate\\(\\) comes after move"):
+        opt.estimate()
+    opt.move()
+    before = everything(opt)
+    with pytest.raises(RuntimeError, match="evaluate the same sample again and call estimate"):
+        opt.move()
+    assert_same(everything(opt), before)
+    assert opt.pending
+    opt.estimate()
+    assert opt.started
+    assert not opt.pending
+    params[0].requires_grad_(False)
+    assert [opt.has_estimator(p) for p in params] == [False, True, True]
+
+
+def test_pass_hooks_are_told_of_failures_and_restarts():
+    p = nn.Parameter(torch.ones(2))
+    opt, told = StormPlus([p]), []
+    opt.register_pass_hook(lambda o, event: told.append((event, o.pending, float(p.grad[0]))))
+    given(opt, p, 1.0, 2.0)
+    assert told == [
+        ("before_estimate", False, 1.0), ("after_estimate", False, 1.0),
+        ("before_move", False, 2.0), ("after_move", True, 2.0),
+        ("before_estimate", True, 2.0), ("after_estimate", False, 2.0),
+    ]  # fmt: skip
+    told.clear()
+    p.grad = torch.full((2,), float("nan"))
+    with pytest.raises(FloatingPointError):
+        opt.move()
+    opt.restart()
+    assert [event for event, *_ in told] == ["before_move", "failed", "restarted"]
+
+
+@pytest.mark.parametrize("change", ["frozen", "added", "moved"])
+def test_parameters_that_change_between_the_halves(change):
+    problem, params, opt = made(PLAIN)
+    problem.run(opt, params, problem.samples[:3])
+    extra = nn.Parameter(torch.ones(2, dtype=torch.float64))
+    backward(problem, opt, params, problem.samples[3])
+    opt.move()
+    opt.zero_grad()
+    if change == "frozen":
+        params[1].requires_grad_(False)
+    elif change == "added":
+        opt.add_param_group({"params": [extra]})
+    else:  # as model.float() does
+        for p in params:
+            p.data = p.data.float()
+    (problem.loss(params, problem.samples[3]) + extra.sum()).backward()
+    opt.estimate()
+    held = params[1].detach().clone()
+    problem.run(opt, params, problem.samples[4:])
+    assert torch.equal(params[1], held) == (change == "frozen")
+    assert ("estimator" in opt.state[params[1]]) == (change != "frozen")
+    assert opt.has_estimator(params[0])
+    if change == "added":
+        assert opt.has_estimator(extra)
+    assert opt.diagnostics()["step"] == 12
+
+
+# -- a pending pair ------------------------------------------------------------------------------
+
+
+class Boom(Exception):
+    pass
+
+
+def failing(closure, when):
+    calls = []
+
+    def wrapped():
+        calls.append(None)
+        if len(calls) == when:
+            raise Boom
+        return closure()
+
+    return wrapped
+
+
+@pytest.mark.parametrize("when", [1, 2])
+def test_a_closure_that_raises_leaves_a_run_that_goes_on(when):
+    # First: everything as it was. Second: a pair that estimate() completes.
+    problem, params, opt = made(PLAIN)
+    _, others, twin = made(PLAIN)
+    for i, xi in enumerate(problem.samples):
+        closure = problem.closure(opt, params, xi)
+        if i in (0, 4)[when - 1 :]:
+            with pytest.raises(Boom):
+                opt.step(failing(closure, when))
+            assert opt.pending == (when == 2)
+        if opt.pending:
+            closure()
+            opt.estimate()
+        else:
+            opt.step(closure)
+        twin.step(problem.closure(twin, others, xi))
+    assert_same(values(params), values(others))
+    assert opt.diagnostics() == twin.diagnostics()
+
+
+@pytest.mark.parametrize("lost", [True, False])
+def test_a_restart_takes_one_evaluation_and_keeps_the_sums(lost):
+    problem, params, opt = made(PLAIN)
+    problem.run(opt, params, problem.samples[:4])
+    if lost:  # step() restarts by itself
+        with pytest.raises(Boom):
+            opt.step(failing(problem.closure(opt, params, problem.samples[4]), when=2))
+    else:
+        opt.restart()
+        assert not opt.started
+    before, where, calls = opt.diagnostics(), values(params), []
+    opt.step(problem.closure(opt, params, problem.samples[5], calls))
+    assert len(calls) == 1
+    assert_same(values(params), where)  # a restart does not move
+    assert all(torch.equal(opt.state[p]["estimator"], p.grad) for p in params)  # d <- g
+    after = opt.diagnostics()
+    assert after["sum_g_sq"] == pytest.approx(before["sum_g_sq"] + after["grad_norm"] ** 2)
+    assert after["step"] == before["step"] + 1
+    opt.step(problem.closure(opt, params, problem.samples[6], calls))
+    assert len(calls) == 3
+
+
+@pytest.mark.parametrize("half", ["move", "estimate"])
+def test_an_interrupted_pass_leaves_an_optimizer_that_starts_anew(half, monkeypatch):
+    # Ctrl-C between two bundles of a pass: d is half of one thing and half of another.
+    problem, params, _ = made(PLAIN)
+    opt = StormPlus([{"params": params[:1]}, {"params": params[1:]}])
+    problem.run(opt, params, problem.samples[:3])
+    real, calls = getattr(Plain, half), []
+
+    def interrupted(self, *args, **options):
+        calls.append(None)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(self, *args, **options)
+
+    monkeypatch.setattr(Plain, half, interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step(problem.closure(opt, params, problem.samples[3]))
+    assert not opt.started
+    monkeypatch.undo()
+    opt.step(problem.closure(opt, params, problem.samples[4]))
+    assert all(torch.equal(opt.state[p]["estimator"], p.grad) for p in params)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_a_closure_that_computes_nothing_the_second_time_is_refused(set_to_none):
+    problem, params, opt = made(PLAIN)
+    good = problem.closure(opt, params, problem.samples[0], set_to_none=set_to_none)
+    opt.step(good)
+    opt.step(good)
+    calls = []
+
+    def idle():
+        calls.append(None)
+        return good() if len(calls) == 1 else None
+
+    with pytest.raises(RuntimeError, match="has not computed a gradient"):
+        opt.step(idle)
+    assert opt.pending  # as after any second evaluation that fails
+    opt.step(good)
+    assert not opt.pending
+
+
+def test_gradients_that_accumulate_count_as_computed():
+    w, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    unused.grad = torch.zeros(2)
+    opt = StormPlus([unused, w])
+    for _ in range(3):  # never zeroes: wrong for other reasons, but not for this one
+        opt.step(lambda: (w**2).sum().backward())
+    assert opt.grad_evaluations == 5
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
+@every_paired
+@pytest.mark.parametrize("way", [through_torch_save, through_dcp], ids=["torch.save", "dcp"])
+def test_a_checkpoint_between_the_halves(case, way, tmp_path):
+    problem = Network(samples=10)
+    nets = [nn.ParameterList(Network(seed).parameters(torch.bfloat16)) for seed in (0, 0, 9)]
+    whole, opt, resumed = (case(net, lr=0.5) for net in nets)
+    problem.run(whole, list(nets[0]))
+    problem.run(opt, list(nets[1]), problem.samples[:5])
+    backward(problem, opt, list(nets[1]), problem.samples[5])
+    opt.move()
+    way(nets[1], opt, nets[2], resumed, tmp_path)
+    assert resumed.pending
+    backward(problem, resumed, list(nets[2]), problem.samples[5])
+    resumed.estimate()
+    problem.run(resumed, list(nets[2]), problem.samples[6:])
+    assert_same(everything(resumed), everything(whole))
+
+
+# -- numbers that are not finite -----------------------------------------------------------------
+
+
+@every_path
+@pytest.mark.parametrize("bad", [float("inf"), float("-inf"), float("nan")])
+def test_a_second_evaluation_that_is_not_finite_leaves_a_pair_that_estimate_completes(case, bad):
+    problem, params, opt = made(case, weight_decay=0.1)
+    _, others, twin = made(case, weight_decay=0.1)
+    for i, xi in enumerate(problem.samples):
+        twin.step(problem.closure(twin, others, xi))
+        if i != 7:
+            opt.step(problem.closure(opt, params, xi))
+            continue
+        before, calls = opt.diagnostics(), []
+
+        def evaluate():
+            backward(problem, opt, params, xi)
+            calls.append(None)
+            if len(calls) == 2:
+                params[0].grad.view(-1)[1] = bad
+
+        with pytest.raises(FloatingPointError, match="have moved and the step is pending"):
+            opt.step(evaluate)
+        assert opt.pending
+        assert opt.diagnostics() == before | {"grad_evaluations": before["grad_evaluations"] + 1}
+        evaluate()
+        opt.estimate()
+    for a, b in zip(params, others):  # the estimate taken back costs one rounding
+        torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+
+
+def test_sums_that_would_overflow_are_refused():
+    # |g|^2 = 1e240 is a float64, |d|^2/a = 1e240 * 1e160 is not
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = StormPlus([p])
+    with pytest.raises(FloatingPointError, match="a squared norm or a sum of them is not finite"):
+        given(opt, p, 1e120)
+    given(opt, p, 1.0)
+    assert opt.diagnostics()["sum_d_sq_over_a"] == pytest.approx(2 ** (2 / 3))
+
+
+@every_path
+def test_an_estimate_taken_back_never_leaves_an_inf(case):
+    # d + g overflows though both are finite: d is given up there, and the pair completes
+    p = nn.Parameter(torch.zeros(2))
+    opt = case([p], lr=0.0)
+    given(opt, p, [3e38, 1.0])
+    p.grad = torch.tensor([-3e38, float("inf")])
+    with pytest.raises(FloatingPointError, match="nothing has moved"):
+        opt.move()
+    p.grad = torch.zeros(2)
+    opt.move()
+    p.grad = torch.tensor([3e38, float("inf")])
+    with pytest.raises(FloatingPointError, match="pending"):
+        opt.estimate()
+    p.grad = torch.ones(2)
+    opt.estimate()
+    assert torch.isfinite(opt.state[p]["estimator"]).all()
+    assert opt.diagnostics()["step"] == 2
+
+
+@every_path
+def test_without_the_check_d_takes_what_comes_until_a_restart_and_the_sums_do_not(case):
+    p = nn.Parameter(torch.ones(3))
+    opt = case([p], check_finite=False)
+    given(opt, p, 1.0)
+    opt.move()
+    before = opt.diagnostics()
+    p.grad = torch.tensor([1.0, float("inf"), 1.0])
+    opt.estimate()
+    assert not torch.isfinite(opt.state[p]["estimator"][1])
+    assert torch.isfinite(p).all()  # the move did not depend on this sample
+    for name in ("sum_g_sq", "sum_d_sq_over_a"):
+        assert opt.diagnostics()[name] == before[name]
+    opt.restart()
+    given(opt, p, 1.0)
+    assert torch.isfinite(opt.state[p]["estimator"]).all()
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(before["sum_g_sq"] + 3)
+
+
+# -- arguments and rules -------------------------------------------------------------------------
+
+
+@every_paired
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"norm": "max"}, ValueError, "norm must be one of raw, mean, got 'max'"),
+        ({"foreach": True, "fused": True}, ValueError, "ask for one"),
+        ({"max_move": 0.0}, ValueError, "max_move must be a positive number or None .*got 0.0"),
+        ({"max_move": "1"}, ValueError, "max_move must be a positive number or None .*got '1'"),
+        ({"replay_rng": [3]}, TypeError, "list of torch.Generator, got 3"),
+        ({"replay_rng": None}, TypeError, "list of torch.Generator, got None"),
+    ],
+    ids=["norm", "paths", "max_move 0", "max_move text", "replay 3", "replay None"],
+)
+def test_bad_arguments_of_pairs(case, options, error, message):
+    with pytest.raises(error, match=message):
+        case([nn.Parameter(torch.ones(2))], **options)
+
+
+@pytest.mark.parametrize("name", ["theta", "w", "c", "smoothness"])
+def test_the_constants_of_storm(name):
+    params = [nn.Parameter(torch.ones(2))]
+    with pytest.raises(ValueError, match=f"{name} must be a positive finite number, got -1"):
+        Storm(params, **{name: -1})
+    opt = Storm(params, **{name: 0.25}, max_move=0.01)
+    assert getattr(copy.deepcopy(opt).rule, name) == getattr(opt.rule, name) == 0.25
+    with pytest.raises(ValueError, match=f"saved with {name}=0.25, Storm has {name}="):
+        Storm(params).load_state_dict(opt.state_dict())
+    twin = Storm(params, **{name: 0.25})
+    twin.load_state_dict(opt.state_dict())
+    assert twin.param_groups[0]["max_move"] == 0.01
+
+
+def test_a_rule_of_ones_own_by_hand():
+    class Mine(PairedOptimizer):
+        rule = OwnRule(gain=0.5, size=1.0)
+
+    p = nn.Parameter(torch.ones(1, dtype=torch.float64))
+    opt = Mine([p])
+    given(opt, p, 1.0, 2.0)
+    # eta = 2^(-1/3): x = 1 - eta;  d = 2 + 0.5 (1 - 2)
+    assert p.item() == pytest.approx(1 - 2 ** (-1 / 3))
+    assert opt.state[p]["estimator"].item() == 1.5
+
+
+def test_the_state_of_another_rule_of_ones_own_is_refused():
+    @dataclass(frozen=True)
+    class OtherRule(OwnRule):
+        pass
+
+    class Other(PairedOptimizer):
+        rule = OtherRule()
+
+    class Changed(PairedOptimizer):
+        rule = replace(OwnRule(), gain=0.25)
+
+    problem, params, opt = made(Own, samples=3)
+    problem.run(opt, params)
+    saved = opt.state_dict()
+    with pytest.raises(ValueError, match="rule='OwnRule', Other has rule='OtherRule'"):
+        Other(problem.parameters()).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"gain=0.5, Changed has gain=0.25"):
+        Changed(problem.parameters()).load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"saved with rule='OwnRule'"):
+        StormPlus(problem.parameters()).load_state_dict(saved)
+    Own(problem.parameters()).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("rule", [lambda sums, g_sq, d_sq, t: None, OwnRule], ids=["bare", "type"])
+def test_a_rule_that_a_checkpoint_cannot_tell_is_refused(rule):
+    class Bare(PairedOptimizer):
+        pass
+
+    Bare.rule = staticmethod(rule)
+    with pytest.raises(TypeError, match="a rule must be an object of a frozen dataclass"):
+        Bare([nn.Parameter(torch.ones(2))])
+
+
+def test_another_norm_is_refused():
+    saved = StormPlus(Network().parameters(), norm="mean").state_dict()
+    with pytest.raises(ValueError, match="saved with norm='mean', StormPlus has norm='raw'"):
+        StormPlus(Network().parameters()).load_state_dict(saved)
+
+
+@pytest.mark.parametrize("cls", [Untuned, torch.optim.SGD])
+def test_what_makes_pairs_refuses_who_takes_one_gradient(cls):
+    opt, calls = cls([nn.Parameter(torch.ones(2))]), []
+    scaler = torch.amp.GradScaler("cpu")
+    for what, instead, call in (
+        ("same_sample", r"opt.step\(\)", lambda: same_sample(opt, nn.Linear(1, 1))),
+        ("verify_closure", r"opt.step\(\)", lambda: verify_closure(opt, calls.append)),
+        ("scaled_step", r"scaler.step\(opt\)", lambda: scaled_step(opt, scaler, calls.append)),
+    ):
+        message = f"takes one gradient a step: {what} is not needed, call {instead} as usual"
+        with pytest.raises(ValueError, match=message):
+            call()
+    assert not calls

@@ -1,0 +1,89 @@
+"""verify_closure: what it accepts, and what it says of closures that are not one sample."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from stormplus import StormPlus, verify_closure
+
+
+class Closure:
+    """`loss(p, call)` of one parameter, named "weight"; `call` counts from 1."""
+
+    def __init__(self, loss, p=None, zero=True, **options):
+        self.p = nn.Parameter(torch.ones(4)) if p is None else p
+        self.other = nn.Parameter(torch.ones(2))
+        self.opt = StormPlus([("weight", self.p), ("other", self.other)], **options)
+        self.loss, self.zero, self.calls = loss, zero, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.zero:
+            self.opt.zero_grad()
+        loss = self.loss(self, self.calls)
+        if loss is not None:
+            loss.backward()
+        return loss
+
+
+def test_a_good_closure_is_accepted_and_leaves_no_trace():
+    run = Closure(lambda run, _: F.dropout(run.p.square(), 0.5).sum())
+    run.p.grad = torch.full_like(run.p, 7.0)
+    before = torch.get_rng_state()
+    verify_closure(run.opt, run)
+    assert run.calls == 2
+    assert torch.equal(torch.get_rng_state(), before)
+    assert (run.p.grad == 7).all()
+    assert run.other.grad is None
+    assert torch.equal(run.p, torch.ones(4))
+    assert not run.opt.started
+
+
+def test_a_generator_of_the_users_own_must_be_named():
+    generator = torch.Generator()
+
+    def loss(run, _):
+        return (run.p * torch.rand(4, generator=generator)).sum()
+
+    run = Closure(loss)
+    with pytest.raises(RuntimeError, match=r"'weight'\) gradients that differ.*replay_rng=\["):
+        verify_closure(run.opt, run)
+    run = Closure(loss, replay_rng=[generator])
+    verify_closure(run.opt, run)
+    run = Closure(loss=lambda run, _: (run.p * torch.rand(4)).sum(), replay_rng=False)
+    with pytest.raises(RuntimeError, match="gradients that differ"):
+        verify_closure(run.opt, run)
+
+
+HALF = nn.Parameter(torch.ones(1000, dtype=torch.float16))  # 1e4 of these: no norm in fp16
+BAD = {
+    "a stateful loss": (
+        Closure(lambda run, call: (call + 1) * run.p.sum()), r"'weight'\).*Draw the batch outside"
+    ),
+    "fp16": (
+        Closure(lambda run, call: (1e4 * (1 + call) * run.p).sum(dtype=torch.float32), HALF),
+        "gradients that differ",
+    ),
+    "not zeroed": (
+        Closure(lambda run, _: run.p.square().sum(), zero=False), "does not zero the gradients"
+    ),
+    "no backward": (Closure(lambda run, _: None), "left no gradient"),
+    "not finite": (
+        Closure(lambda run, _: run.p.sqrt().sum(), nn.Parameter(torch.zeros(2))),
+        r"'weight'\) is not finite at the present point",
+    ),
+    "used once": (
+        Closure(lambda run, call: (run.p.sum() + (run.other.sum() if call == 1 else 0))),
+        r"only one of two evaluations gave parameter 1 of group 0 \('other'\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_found(name):
+    run, message = BAD[name]
+    run.calls = 0
+    run.opt.zero_grad()
+    with pytest.raises(RuntimeError, match=message):
+        verify_closure(run.opt, run)
