@@ -12,7 +12,7 @@ ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml benchmark/pyproject.toml constraints.txt
+$(READY): pyproject.toml benchmark/pyproject.toml constraints.txt hatch_build.py src/stormplus/torch/core/native.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "stormplus needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)

@@ -1,8 +1,8 @@
 """The command line: `stormplus ...` or `python -m stormplus ...`.
 
-The library has one command of its own, `rates`. Other distributions add theirs through the entry
-points of the group `stormplus.commands`, each of which names a click command. A command's module
-is imported when the command is used, never for the list of commands.
+The library has two commands of its own, `doctor` and `rates`. Other distributions add theirs
+through the entry points of the group `stormplus.commands`, each of which names a click command. A
+command's module is imported when the command is used, never for the list of commands.
 """
 
 from __future__ import annotations
@@ -16,13 +16,17 @@ except ImportError as error:  # pragma: no cover
     raise SystemExit("the command line needs click: pip install 'stormplus[theory]'") from error
 
 GROUP = "stormplus.commands"
-OWN = {"rates": "stormplus.theory.rates.command:rates"}
+OWN = {
+    "doctor": "stormplus.doctor:doctor",
+    "rates": "stormplus.theory.rates.command:rates",
+}
 # What the list says of each command, those of stormplus-bench too: so the list imports nothing,
 # and somebody who has not installed them learns what is missing.
 COMMANDS = {
     "bench-step": "Time the optimizer's own work.",
     "compare": "Train workloads with every method.",
     "data": "Fetch the data sets, with checksums.",
+    "doctor": "What is installed, and what is missing.",
     "paper": "The paper's experiment, at your scale.",
     "rates": "The paper's rates, measured.",
     "report": "One page with every figure and score.",

@@ -28,6 +28,13 @@ NORMS = ("raw", "mean")  # what |.|^2 means: the paper's, or divided by the numb
 SCOPES = ("global", "group", "tensor")  # which parameters make a bucket: they share their sums
 
 
+def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
+    """The rounded sum, and exactly what rounding has kept out of it (Knuth's TwoSum)."""
+    value = left + right
+    seen = value - left
+    return value, (left - (value - seen)) + (right - seen)
+
+
 class Sum(NamedTuple):
     """A running sum, and what rounding has kept out of it.
 
@@ -43,11 +50,10 @@ class Sum(NamedTuple):
         return self.value + self.lost
 
     def plus(self, term: Scalar) -> Sum:
-        # Beyond the paper: Knuth's TwoSum, exact for every order of magnitude.
-        value = self.value + term
-        seen = value - self.value
-        lost = (self.value - (value - seen)) + (term - seen)
-        return Sum(value, self.lost + lost)
+        # Beyond the paper: compensated. What was lost is folded back at once, or it would grow
+        # until it lost digits of its own.
+        value, lost = _two_sum(self.value, term)
+        return Sum(*_two_sum(value, self.lost + lost))
 
 
 class Sums(NamedTuple):

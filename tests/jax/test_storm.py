@@ -330,3 +330,15 @@ def test_multi_steps_passes_the_last_micro_batch_only():
     np.testing.assert_allclose(state.inner_opt_state.sum_g_sq.total, 9 * 26, rtol=1e-6)
     with pytest.raises(RuntimeError, match=r"differ at one point.*accumulate\(\)"):
         verify(state)
+
+
+def test_ten_million_terms_in_float32():
+    # Kahan's sum is right to 1.5e-8 here, a plain one off by a tenth.
+    def add(_, total):
+        return total.plus(jnp.float32(0.1))
+
+    zero = Sum(jnp.float32(0), jnp.float32(0))
+    total = jax.jit(lambda: jax.lax.fori_loop(0, 10**7, add, zero))()
+    exact = 10**7 * float(np.float32(0.1))
+    assert float(total.value) + float(total.lost) == pytest.approx(exact, rel=1e-12)
+    assert abs(float(total.lost)) <= abs(float(total.value)) * 2**-23

@@ -107,7 +107,12 @@ class Case:
         return last["x"], last["d"], [last["a"]] * len(last["r"]), last["eta"]
 
 
-PATHS = {"plain": {"foreach": False}, "foreach": {"foreach": True}, "fused": {"fused": True}}
+PATHS = {
+    "plain": {"foreach": False},
+    "foreach": {"foreach": True},
+    "fused": {"fused": True},
+    "native": {},  # where the library was built; test_native.py says if it was not
+}
 CASES = [
     *(Case(f"StormPlus {name}", StormPlus, "storm+", path) for name, path in PATHS.items()),
     Case("SimplifiedStormPlus", SimplifiedStormPlus, "simplified-storm+"),
