@@ -1,6 +1,7 @@
 """What is installed by the two distributions: the source trees, the metadata, nothing else."""
 
 import email
+import os
 import re
 import shutil
 import subprocess
@@ -25,6 +26,8 @@ LITTER = (
     "out/demo.png",
     "site/a.html",
 )
+NATIVE = "stormplus/torch/core/_native.so"
+COMPILER = next(filter(None, map(shutil.which, ("cc", "gcc", "clang"))), None)
 # Of each distribution: its folder, the root of its package, the package.
 PROJECTS = {
     "stormplus": (".", "src", "stormplus"),
@@ -95,7 +98,9 @@ def test_a_wheel_holds_its_source_tree_and_nothing_else(wheels, project):
         str(path.relative_to(ROOT / root))
         for path in (ROOT / root / package).rglob("*")
         if path.is_file() and not {"__pycache__", "__cache__", "outputs"} & {*path.parts}
-    }
+    } - {NATIVE}
+    if project == "stormplus" and COMPILER:
+        expected.add(NATIVE)
     names = set(wheel.namelist())
     information = {name for name in names if re.match(r"stormplus\w*-[\d.]+\.dist-info/", name)}
     assert names - information == expected
@@ -105,6 +110,8 @@ def test_a_wheel_holds_its_source_tree_and_nothing_else(wheels, project):
     # The comparison would let a stray file through if it lay in the tree: so look at its kind.
     for entry in wheel.infolist():
         name = entry.filename.rsplit("/", 1)[-1]
+        if entry.filename == NATIVE:
+            continue
         assert not re.search(r"^\.|~$|\.(pyc|pyo|so|orig|rej|log|bak|tmp|swp|ipynb|npz|pt)$", name)
         assert entry.file_size < 300_000, f"{entry.filename} has {entry.file_size} bytes"
 
@@ -158,6 +165,37 @@ print(stormplus.__file__)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    "way", ["switched off", "no compiler", "a compiler that fails", "insisted"]
+)
+def test_a_build_without_native_passes_succeeds_unless_they_are_asked_for(clone, tmp_path, way):
+    pytest.importorskip("hatchling")
+    broken = tmp_path / "bin" / "cc"
+    broken.parent.mkdir()
+    environment = {"PATH": str(broken.parent)}
+    if way in ("one that fails", "insisted"):
+        broken.write_text("#!/bin/sh\necho 'no headers' >&2\nexit 1\n")
+        broken.chmod(0o755)
+    environment |= {"switched off": {"STORMPLUS_NATIVE": "0", "PATH": os.environ["PATH"]}}.get(
+        way, {}
+    )
+    environment |= {"STORMPLUS_NATIVE": "1"} if way == "insisted" else {}
+    done = subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path / "dist")],
+        cwd=clone, check=False, capture_output=True, text=True, timeout=120, env=environment,
+    )  # fmt: skip
+    if way == "insisted":
+        assert done.returncode != 0
+        assert "could not be built" in done.stderr + done.stdout
+        assert "no headers" in done.stderr + done.stdout
+        return
+    assert done.returncode == 0, done.stderr
+    (wheel,) = (tmp_path / "dist").glob("*.whl")
+    assert wheel.name.endswith("-py3-none-any.whl")
+    assert NATIVE not in zipfile.ZipFile(wheel).namelist()
+
+
+@pytest.mark.long
 def test_source_distribution_has_no_litter(clone, tmp_path):
     pytest.importorskip("hatchling")
     done = subprocess.run(
@@ -168,6 +206,6 @@ def test_source_distribution_has_no_litter(clone, tmp_path):
     (path,) = tmp_path.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         tops = {name.split("/")[1] for name in archive.getnames()}
-        assert not [name for name in archive.getnames() if name.endswith(".pyc")]
+        assert not [name for name in archive.getnames() if name.endswith((".pyc", ".so"))]
     assert {"src", "tests", "docs", "examples", "pyproject.toml", "README.md", "LICENSE"} <= tops
     assert not tops & {"out", "site", "dist", ".venv"}
