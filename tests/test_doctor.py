@@ -3,7 +3,7 @@
 from click.testing import CliRunner
 
 from stormplus import cli, doctor
-from stormplus.torch.core import native
+from stormplus.torch.core import kernels
 
 
 def said():
@@ -22,7 +22,7 @@ def test_what_is_installed_has_its_version():
 
 def test_what_is_missing_says_how_to_get_it(monkeypatch):
     monkeypatch.setitem(doctor._EXTRAS, "no-such-package", "pip install it")
-    monkeypatch.setattr(native, "NATIVE", None)
+    monkeypatch.setattr(kernels, "NATIVE", None)
     assert said()["no-such-package"] == "not installed: pip install it"
     assert "missing" in said()["native"]
     assert "C compiler" in said()["native"]

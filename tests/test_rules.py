@@ -123,7 +123,8 @@ def test_names_and_options_are_checked():
 
 
 def test_describe_names_the_class_and_its_fields():
-    told = {"rule": "StormRule", "theta": 0.5, "w": 0.1, "c": 100.0, "smoothness": 1.0}
+    fields = {"theta": 0.5, "w": 0.1, "c": 100.0, "smoothness": 1.0}
+    told = {"rule": "StormRule"} | {f"rule.{name}": value for name, value in fields.items()}
     assert rules.describe(StormRule(theta=0.5)) == told
     for nameless in (lambda *_: None, StormRule):
         with pytest.raises(TypeError, match="a rule must be an object of a frozen dataclass"):

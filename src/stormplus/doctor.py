@@ -26,10 +26,10 @@ def _version(name: str, install: str) -> str:
 
 def _native() -> str:
     try:
-        from stormplus.torch.core import native
+        from stormplus.torch.core import kernels
     except ModuleNotFoundError:
         return "need torch"
-    if native.NATIVE is not None:
+    if kernels.NATIVE is not None:
         return "there: optimizers on the CPU use them by default"
     return (
         "missing, everything works without them, slower: with a C compiler (cc, gcc or clang), "

@@ -170,10 +170,17 @@ def describe(rule: Any) -> dict[str, Any]:
     """What a checkpoint says of a rule: the name of its class, and its fields."""
     if not is_dataclass(rule) or isinstance(rule, type):
         raise TypeError(
-            f"a rule must be an object of a frozen dataclass, so that a checkpoint can tell which "
+            "a rule must be an object of a frozen dataclass, so that a checkpoint can tell which "
             f"one it is, got {rule!r}"
         )
-    return {"rule": type(rule).__name__} | {f.name: getattr(rule, f.name) for f in fields(rule)}
+    constants = {f.name: getattr(rule, f.name) for f in fields(rule)}
+    for name, value in constants.items():
+        if not isinstance(value, (int, float, str)) or (value != value):  # noqa: PLR0124 - a nan
+            raise TypeError(
+                "a rule's fields must be numbers or words, so that a checkpoint can be compared, "
+                f"got {name}={value!r}"
+            )
+    return {"rule": type(rule).__name__} | {f"rule.{k}": v for k, v in constants.items()}
 
 
 # Beyond the paper: the formulas of `Untuned` (docs/untuned.md). r is the distance from the start

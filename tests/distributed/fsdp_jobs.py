@@ -141,8 +141,8 @@ def save(steps, folder, **options):
 
 def _header(opt):
     """The numbers of the run, as a checkpoint has them."""
-    (entry,) = (e for e in opt.state_dict()["state"].values() if "format" in e)
-    return {k: v for k, v in entry.items() if k not in ("estimator", "rng")}
+    (run,) = (e["run"] for e in opt.state_dict()["state"].values() if "run" in e)
+    return {k: v for k, v in run.items() if k != "rng"}
 
 
 def load(steps, folder, **options):

@@ -160,7 +160,7 @@ def values(params):
 
 def run_of(opt):
     """The numbers of the run, as a checkpoint has them."""
-    return next(entry for entry in opt.state_dict()["state"].values() if "format" in entry)
+    return next(entry["run"] for entry in opt.state_dict()["state"].values() if "run" in entry)
 
 
 def everything(opt):

@@ -8,7 +8,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from checkpoint_ways import through_dcp, through_torch_save
+from checkpoint_ways import through_dcp, through_flat_dcp, through_torch_save
 from optimizers import CASES, assert_same, every, everything, made, on, run_of, values
 from oracle import Group
 from problems_for_tests import Network, backward
@@ -637,7 +637,7 @@ def test_the_users_hooks_of_loading_see_all_and_have_the_last_word(case):
     problem, params, opt = made(case)
     case.train(problem, opt, params)
     seen = []
-    opt.register_state_dict_post_hook(lambda _, saved: seen.append("format" in saved["state"][0]))
+    opt.register_state_dict_post_hook(lambda _, saved: seen.append("run" in saved["state"][0]))
     _, others, twin = made(case)
 
     def doubled(_, saved):
@@ -694,7 +694,9 @@ def in_memory(model, opt, new_model, new_opt, tmp_path):
 
 quiet = pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 ways = pytest.mark.parametrize(
-    "way", [in_memory, through_torch_save, through_dcp], ids=["memory", "torch.save", "dcp"]
+    "way",
+    [in_memory, through_torch_save, through_dcp, through_flat_dcp],
+    ids=["memory", "torch.save", "dcp", "flat dcp"],
 )
 
 
@@ -759,16 +761,20 @@ def changed(saved, change):
     return saved
 
 
+def numbers(saved):
+    return saved["state"][0]["run"]
+
+
 OTHERS = {
     "Adam": (lambda case: of_torch(torch.optim.Adam), r"not the state of {} .*exp_avg"),
     "SGD": (lambda case: of_torch(torch.optim.SGD), r"not the state of {} "),
     "weights": (lambda case: {"weights": 1}, r"not an optimizer state: it has the keys \['wei"),
     "newer": (
-        lambda case: changed(trained(case), lambda s: s["state"][0].update(format=99)),
+        lambda case: changed(trained(case), lambda s: numbers(s).update(format=99)),
         "format 99, this version of stormplus reads 2",
     ),
     "in part": (
-        lambda case: changed(trained(case), lambda s: s["state"][0].update(grad_evaluations=0)),
+        lambda case: changed(trained(case), lambda s: numbers(s).update(grad_evaluations=0)),
         "loaded in part",
     ),
     "option": (
@@ -786,7 +792,7 @@ OTHERS = {
         "saved with rule='.*Rule', {} has rule=",
     ),
     "buckets": (
-        lambda case: changed(trained(case), lambda s: s["state"][0].update(step=torch.zeros(2))),
+        lambda case: changed(trained(case), lambda s: numbers(s).update(step=torch.zeros(2))),
         "the state has 2 sets of sums, {} has 1: give it the same parameters",
     ),
     "shapes": (
@@ -810,3 +816,22 @@ def test_other_states_are_refused_and_nothing_is_lost(case, name):
         opt.load_state_dict(state(case))
     assert_same(everything(opt), before)
     assert (opt.diagnostics(), opt.generation) == (numbers, generation)
+
+
+@every
+def test_states_and_groups_that_others_have_changed(case):
+    # A tool that rebuilds opt.state[p], and one that drops a group.
+    params = [nn.Parameter(torch.ones(2)) for _ in range(3)]
+    options = {"norm": "mean"} if case.paired else {}
+    opt = case([{"params": [p]} for p in params], scope="group", **options)
+    rows = [[torch.ones(2)] * 3] * 3
+    case.descend(opt, params, rows)
+    for p in params:
+        opt.state[p] = dict(opt.state[p])
+    case.descend(opt, params, rows)
+    assert all(entry["joined"] == 1 for entry in opt.state_dict()["state"].values())
+    opt.param_groups.pop()
+    before = params[2].detach().clone()
+    case.descend(opt, params[:2], [[torch.ones(2)] * 2] * 2)
+    assert torch.equal(params[2], before)
+    assert opt.diagnostics()["step"] == 8

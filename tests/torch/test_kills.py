@@ -42,7 +42,9 @@ def killed_and_resumed(folder, samples, kills, rng):
         if (folder / "checkpoint.pt").exists():
             saved = final_state(folder)
             assert saved["taken"] < samples
-            pending += any(s.get("phase") == 2 for s in saved["opt"]["state"].values())
+            pending += any(
+                s.get("run", {}).get("phase") == 2 for s in saved["opt"]["state"].values()
+            )
     process = start(folder, samples)
     out, _ = process.communicate()
     assert process.returncode == 0

@@ -11,10 +11,10 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stormplus import StormPlus
-from stormplus.torch.core import kernels, native
+from stormplus.torch.core import kernels
 
 pytestmark = pytest.mark.skipif(
-    native.NATIVE is None and not any(map(shutil.which, ("cc", "gcc", "clang"))),
+    kernels.NATIVE is None and not any(map(shutil.which, ("cc", "gcc", "clang"))),
     reason="no C compiler, so no native passes",
 )
 
@@ -23,7 +23,7 @@ SHAPES = [(300, 301), (7,), (1,), (), (0,), (40, 3, 5), (32768,), (32769,)]
 
 
 def test_they_were_built():
-    assert native.NATIVE is not None, "a compiler is there: run make, or pip install -e ."
+    assert kernels.NATIVE is not None, "a compiler is there: run make, or pip install -e ."
 
 
 def bundle(dtype, gradients=True, shapes=SHAPES, **options):
@@ -52,7 +52,7 @@ OPTIONS = [
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
 def test_each_pass_equals_the_plain_one_to_one_rounding(dtype, gradients, options):
     results = []
-    for way in (native.NATIVE, kernels.PLAIN):
+    for way in (kernels.NATIVE, kernels.PLAIN):
         _, tensors = bundle(dtype, gradients, **options)
         out = torch.zeros(2, dtype=torch.float64)
         coefficient = torch.tensor(0.37, dtype=torch.float64)
@@ -74,7 +74,7 @@ def test_each_pass_equals_the_plain_one_to_one_rounding(dtype, gradients, option
 def test_norms_are_those_of_float64(dtype):
     _, tensors = bundle(dtype)
     out = torch.zeros(2, dtype=torch.float64)
-    native.NATIVE.estimate(
+    kernels.NATIVE.estimate(
         tensors, torch.zeros((), dtype=torch.float64), out, first=True, guard=True
     )
     exact = sum(i.g.double().square().sum() for i in tensors.items)
@@ -94,7 +94,7 @@ def test_every_half_precision_number_comes_and_goes_as_torch_has_it(dtype):
         (tensors,) = opt._roster().bundles()
         wide = torch.nan_to_num(every.float(), 0, 0, 0)
         tensors.items[0].buffers[0].copy_(wide)
-        native.NATIVE.move(tensors, torch.tensor(-factor, dtype=torch.float64))
+        kernels.NATIVE.move(tensors, torch.tensor(-factor, dtype=torch.float64))
         expected = (every.float() + wide * factor).to(dtype)
         assert torch.equal(p.detach().nan_to_num(7.0), expected.nan_to_num(7.0))
 
@@ -104,10 +104,10 @@ def test_every_half_precision_number_comes_and_goes_as_torch_has_it(dtype):
 def test_the_probe_finds_one_number_among_many(dtype, value):
     _, tensors = bundle(dtype)
     out = torch.zeros(1, dtype=torch.float64)
-    native.NATIVE.probe(tensors, out)
+    kernels.NATIVE.probe(tensors, out)
     assert torch.isfinite(out).all()
     tensors.items[0].g.view(-1)[70_000] = value
-    native.NATIVE.probe(tensors, out)
+    kernels.NATIVE.probe(tensors, out)
     assert not torch.isfinite(out).any()
 
 
@@ -115,8 +115,8 @@ def test_the_largest_numbers_are_finite():
     _, tensors = bundle(torch.float32, shapes=[(5,)])
     tensors.items[0].g.fill_(torch.finfo(torch.float32).max)
     out = torch.zeros(2, dtype=torch.float64)
-    native.NATIVE.probe(tensors, out[:1])
-    native.NATIVE.estimate(tensors, out[0].clone(), out, first=True, guard=True)
+    kernels.NATIVE.probe(tensors, out[:1])
+    kernels.NATIVE.estimate(tensors, out[0].clone(), out, first=True, guard=True)
     assert torch.isfinite(out).all()
 
 
@@ -128,7 +128,7 @@ def test_results_do_not_depend_on_the_number_of_threads():
             _, tensors = bundle(torch.float32)
             out = torch.zeros(2, dtype=torch.float64)
             keep = torch.tensor(0.3, dtype=torch.float64)
-            native.NATIVE.estimate(tensors, keep, out, first=False, guard=True)
+            kernels.NATIVE.estimate(tensors, keep, out, first=False, guard=True)
             found.append((out, [i.buffers[0] for i in tensors.items]))
     finally:
         torch.set_num_threads(before)
@@ -172,11 +172,11 @@ def test_layouts_that_differ_go_the_plain_way_and_autograd_sees_the_move():
 
 
 def test_without_the_library_the_plain_passes_do_it(tmp_path):
-    assert native.load(tmp_path) is None
+    assert kernels.load_native(tmp_path) is None
     (tmp_path / "_native.so").write_text("not a library")
-    assert native.load(tmp_path) is None
+    assert kernels.load_native(tmp_path) is None
     code = (
-        "import torch\nfrom stormplus.torch.core import native\nnative.NATIVE = None\n"
+        "import torch\nfrom stormplus.torch.core import kernels\nkernels.NATIVE = None\n"
         "from stormplus import StormPlus\np = torch.nn.Parameter(torch.ones(3))\n"
         "p.grad = torch.ones(3)\nopt = StormPlus([p])\nopt.estimate()\nopt.move()\nopt.estimate()\n"
         "assert p[0] < 1"
@@ -192,4 +192,4 @@ def test_no_memory_is_an_error_before_anything_is_used(monkeypatch):
     _, tensors = bundle(torch.float32)
     library: ctypes.CDLL = Failing()
     with pytest.raises(MemoryError, match="no memory"):
-        native.Native(library).move(tensors, torch.ones((), dtype=torch.float64))
+        kernels.Native(library).move(tensors, torch.ones((), dtype=torch.float64))

@@ -533,3 +533,36 @@ def test_what_makes_pairs_refuses_who_takes_one_gradient(cls):
         with pytest.raises(ValueError, match=message):
             call()
     assert not calls
+
+
+def test_frozen_between_the_halves_is_no_longer_in_the_mean_norm():
+    p, q = (nn.Parameter(torch.ones(n)) for n in (3, 5))
+    opt = StormPlus([p, q], norm="mean")
+    for x in (p, q):
+        x.grad = torch.ones_like(x)
+    opt.estimate()
+    opt.move()
+    q.requires_grad_(False)
+    q.grad = None
+    p.grad = torch.full((3,), 2.0)
+    opt.estimate()
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(1 + 4)  # means over 8, then over 3
+
+
+def test_a_rule_is_known_by_its_class_and_every_field():
+    @dataclass(frozen=True)
+    class Rule:
+        norm: float = 1.0  # a name that the optimizer uses too
+
+        def __call__(self, sums, g_sq, d_sq, t):
+            return sums, 0.5 + 0 * g_sq, self.norm + 0 * g_sq
+
+    def made(rule):
+        cls = type("Mine", (PairedOptimizer,), {"rule": rule})
+        return cls([nn.Parameter(torch.ones(2))])
+
+    with pytest.raises(ValueError, match=r"saved with norm=1.0, Mine has norm=2.0"):
+        made(Rule(2.0)).load_state_dict(made(Rule()).state_dict())
+    for bad in (float("nan"), abs):
+        with pytest.raises(TypeError, match="fields must be numbers or words"):
+            made(Rule(bad))

@@ -322,3 +322,45 @@ def test_no_model_means_random_numbers_only(replay):
         with same_sample(run.opt):
             halves(run.opt, run)
     assert (run.drawn[1] == run.drawn[2]) == replay
+
+
+def test_a_sample_cannot_be_entered_twice_and_leaves_no_hook_behind():
+    p = nn.Parameter(torch.ones(2))
+    opt = StormPlus([p])
+    sample = same_sample(opt)
+    with sample:
+        with pytest.raises(RuntimeError, match="entered already"), sample:
+            pass
+        p.grad = torch.ones(2)
+        opt.estimate()
+    assert not opt._pass_hooks
+    with sample:  # one after the other is fine
+        pass
+    assert not opt._pass_hooks
+
+
+def test_a_wrapped_closure_inside_the_context_does_not_end_it():
+    # Dropout is replayed by the context, whatever the wrapper does.
+    def masks(wrapped):
+        torch.manual_seed(0)
+        model, seen = nn.Sequential(nn.Linear(4, 8), nn.Dropout(0.5)), []
+        model[1].register_forward_hook(lambda _, inputs, out: seen.append(out == 0))
+        opt = StormPlus(model.parameters())
+
+        def closure():
+            opt.zero_grad()
+            model(torch.ones(3, 4)).sum().backward()
+
+        for _ in range(3):
+            with same_sample(opt, model) as sample:
+                evaluate = sample(closure) if wrapped else closure
+                if opt.started:
+                    evaluate()
+                    opt.move()
+                evaluate()
+                opt.estimate()
+        return seen
+
+    seen = masks(True)
+    assert all(torch.equal(a, b) for a, b in zip(seen[1::2], seen[2::2]))
+    assert all(map(torch.equal, seen, masks(False)))

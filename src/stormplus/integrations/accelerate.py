@@ -15,7 +15,6 @@ from typing import Any
 from torch import nn
 
 from stormplus.torch import PairedOptimizer, same_sample, scaled_step
-from stormplus.torch.storm import closure_needed
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
@@ -54,7 +53,7 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
         """
         opt: PairedOptimizer = self.optimizer
         if closure is None:
-            raise TypeError(closure_needed(opt))
+            return opt.step()  # which says what to write
         if not self.gradient_state.sync_gradients:
             raise RuntimeError(
                 "gradients are not synchronised here, so Accelerate would drop this closure and "

@@ -52,31 +52,39 @@ class same_sample:
         self._hook: RemovableHandle | None = None
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        opt = self._opt
+        hook: RemovableHandle | None = None
+
         def evaluate() -> Any:
-            self._unhook()
-            self._statistics = RunningStatistics(self._model)
-            counts = not self._opt.started or self._opt.pending  # the sample's last evaluation
+            nonlocal hook
+            if hook is not None:  # of an evaluation that nothing followed
+                hook.remove()
+            statistics = RunningStatistics(self._model)
+            counts = not opt.started or opt.pending  # the sample's last evaluation
             try:
                 loss = closure()
             except BaseException:
-                self.put_back()
+                statistics.put_back()
                 raise
-            if counts:
-                self._hook = self._opt.register_pass_hook(self._after_estimate)
-            else:
-                self.put_back()
+            if not counts:
+                statistics.put_back()
+                return loss
+
+            def look(_: PairedOptimizer, event: str) -> None:
+                # What follows the last evaluation decides whether it has been seen.
+                if event == "failed":
+                    statistics.put_back()
+                if event in ("failed", "after_estimate"):
+                    handle.remove()
+
+            hook = handle = opt.register_pass_hook(look)
             return loss
 
         return evaluate
 
-    def _after_estimate(self, _: PairedOptimizer, event: str) -> None:
-        """What follows the last evaluation decides whether it has been seen."""
-        if event == "failed":
-            self.put_back()
-        if event in ("failed", "after_estimate"):
-            self._unhook()
-
     def __enter__(self) -> Self:
+        if self._hook is not None:
+            raise RuntimeError("this same_sample is entered already: make one for each sample")
         self._entry = self._streams = self._opt.random_streams()
         packed = self._opt.pending_streams
         if self._opt.pending and self._opt.replays_rng and packed is not None:
@@ -104,7 +112,9 @@ class same_sample:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._unhook()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         if kind is not None:
             self.put_back()
 
@@ -117,11 +127,6 @@ class same_sample:
     def put_back(self) -> None:
         """Undo what the evaluation did to running statistics."""
         self._statistics.put_back()
-
-    def _unhook(self) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
 
 
 def scaled_step(

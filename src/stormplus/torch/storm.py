@@ -151,10 +151,10 @@ class PairedOptimizer(BaseOptimizer):
             return loss
         streams = self.random_streams()
         loss = evaluate()
-        self._move()
+        roster = self._move()
         if self.replays_rng:
             streams.rewind()
-        fresh = FreshGradients(self._roster(look=False).params)
+        fresh = FreshGradients(roster.params)
         try:
             evaluate()
             fresh.check()
@@ -165,7 +165,7 @@ class PairedOptimizer(BaseOptimizer):
         return loss
 
     @torch.no_grad()
-    def _move(self) -> None:
+    def _move(self) -> Roster:
         self._tell("before_move")
         roster = self._roster()
         bundles = [bundle for bundle in roster.bundles() if not bundle.joining]
@@ -178,12 +178,13 @@ class PairedOptimizer(BaseOptimizer):
         self._run["grad_evaluations"] += 1
         self.pending_streams = None  # unless somebody knows better: see `same_sample`
         self._tell("after_move")
+        return roster
 
     @torch.no_grad()
     def _estimate(self) -> None:
         self._tell("before_estimate")
+        roster = self._roster(look=not self.pending)  # else `_move` has looked
         run = self._run
-        roster = self._roster(look=run["phase"] == START)  # else `_move` has looked
         bundles = roster.bundles()
         if not bundles:
             raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
@@ -225,7 +226,7 @@ class PairedOptimizer(BaseOptimizer):
         size: Tensor | int = 1
         if self._norm == "mean":
             # Beyond the paper: the recipe of the authors' published code.
-            size = torch.tensor(roster.sizes).clamp(min=1).to(g_sq, non_blocking=True)
+            size = roster.sizes_like(g_sq)
         run = self._run
         t = run["step"] + 1
         sums = Sums(
@@ -367,7 +368,6 @@ class PairedOptimizer(BaseOptimizer):
         return {"phase": START, "grad_evaluations": 0, "rng": rng}
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        describe(self.rule)
         bound = group["max_move"]
         if bound is not None and not (isinstance(bound, Real) and 0 < float(bound) < math.inf):
             raise ValueError(

@@ -21,13 +21,15 @@ from stormplus.rules import (
     untuned_step_size,
 )
 from stormplus.torch.core.base import BaseOptimizer
-from stormplus.torch.core.kernels import PLAIN, SquareNorms, chunks, gradient
-from stormplus.torch.core.state import JOINED, State
+from stormplus.torch.core.kernels import FOREACH, SquareNorms, chunks, gradient
+from stormplus.torch.core.state import JOINED, State, run_of
 from stormplus.torch.core.tensors import Bundle, Roster, Totals, blame
 
 
 class Untuned(BaseOptimizer):
-    """One gradient a step, no learning rate to find.
+    """DoG's distance, RMSprop's unit and averaging; STORM+'s estimator is not in it.
+
+    One gradient per step, no learning rate to find.
 
     With n elements and, in each coordinate, g the gradient:
 
@@ -113,11 +115,11 @@ class Untuned(BaseOptimizer):
 
     @torch.no_grad()
     def _descend(self) -> None:
-        self._tell("before_step")
-        roster, run = self._roster(), self._run
-        bundles = roster.bundles()
+        roster = self._roster()
+        bundles, run = roster.bundles(), self._run
         if not any(bundle.has_grad for bundle in bundles):
             return  # as torch's own optimizers
+        self._tell("before_step")
         if self._check_finite:
             self._probe(bundles, roster)
         t, a, b = run["step"] + 1, run["gain"], unit_weight(run["step"] + 1)
@@ -129,7 +131,7 @@ class Untuned(BaseOptimizer):
             else:
                 _learn(bundle, a[bundle.bucket], b[bundle.bucket], totals.room(bundle))
         g_sq, d_sq, moved_sq, start_sq = totals.sum()
-        size = torch.tensor(roster.sizes).clamp(min=1).to(t)
+        size = roster.sizes_like(t)
         r = torch.where(
             run["distance"] == 0, first_distance((start_sq / size).sqrt()), run["distance"]
         )
@@ -151,7 +153,7 @@ class Untuned(BaseOptimizer):
     def _probe(self, bundles: list[Bundle], roster: Roster) -> None:
         totals = Totals(1, roster, self._run["step"])
         for bundle in bundles:
-            PLAIN.probe(bundle, totals.room(bundle))
+            FOREACH.probe(bundle, totals.room(bundle))
         if not bool(torch.isfinite(totals.sum()).all()):  # waits for the device
             self._tell("failed")
             raise FloatingPointError(
@@ -194,9 +196,12 @@ class Untuned(BaseOptimizer):
         """What the base refuses is all there is to refuse."""
 
     def _check_saved(self, state_dict: State) -> None:
-        entries = list(state_dict["state"].values())
-        averaged = any(entry.get("averaged") for entry in entries)
-        if averaged and any("iterate" not in e for e in entries if e["joined"] == JOINED):
+        entries, run = list(state_dict["state"].values()), run_of(state_dict)
+        if (
+            run
+            and run["averaged"]
+            and any("iterate" not in e for e in entries if e["joined"] == JOINED)
+        ):
             raise ValueError(
                 "the state was saved after eval(), and the iterate that train() brings back is not "
                 "in it: torch.distributed.checkpoint loads only what is there already. Call "
@@ -254,7 +259,8 @@ def _learn(bundle: Bundle, a: Tensor, b: Tensor, out: Tensor) -> None:
         d.lerp_(g, a)
         torch.hypot(s * (1 - b).sqrt(), g * b.sqrt(), out=s)  # squares would leave float32
         # As precise as d: the difference of two float16 can leave its range.
-        away = x if bundle.joining else x.to(bundle.dtype) - origin
+        wide = x.to(bundle.dtype)
+        away = wide if bundle.joining else wide - origin
         squares.add_all({_G: g, _D: d, _START if bundle.joining else _MOVED: away})
 
 

@@ -18,7 +18,7 @@ from stormplus.rules import SCOPES
 from stormplus.torch.core import state as states
 from stormplus.torch.core.random import is_expanded
 from stormplus.torch.core.sharding import check_whole
-from stormplus.torch.core.state import WAITING, State
+from stormplus.torch.core.state import FORMAT, WAITING, State
 from stormplus.torch.core.tensors import Roster
 
 
@@ -130,19 +130,26 @@ class BaseOptimizer(Optimizer, ABC):
         """Who takes part in this step; the run's numbers are brought to where they are.
 
         Args:
-            look: Whether parameters may have been frozen, moved or exchanged since the last look.
+            look: Look at all parameters. If not, those that were frozen are taken to be so still.
         """
-        if self._known is None or (look and not self._known.describes(self.param_groups)):
-            self._known = Roster(self.param_groups, self.state, self._scope, self._buffers)
-            device = self._device()
-            if self._run["step"].device != device:
-                self._run = states.unpack(self._run, device)
-        return self._known
+        known = self._known
+        if known is None or not (known.describes(self.param_groups) if look else known.holds()):
+            self._known = known = Roster(self.param_groups, self.state, self._scope, self._buffers)
+            self._place_run(self._run)
+        return known
 
-    def _device(self) -> torch.device:
-        """Where the run's numbers are: with the first trainable parameter."""
+    def _place_run(self, run: State) -> None:
+        """Keep the run's numbers with the first trainable parameter: in its state, on its device.
+
+        With a trainable one because torch's distributed checkpoint leaves out the others.
+        """
+        for state in self.state.values():
+            state.pop("run", None)
         params = self.parameters()
-        return next((p.device for p in params if p.requires_grad), params[0].device)
+        keeper = next((p for p in params if p.requires_grad), params[0])
+        if "step" in run and run["step"].device != keeper.device:
+            run = states.copied(run, keeper.device)
+        self._run = self.state[keeper]["run"] = run
 
     # -- groups ----------------------------------------------------------------------------------
 
@@ -159,22 +166,29 @@ class BaseOptimizer(Optimizer, ABC):
             raise
         for p in group["params"]:
             self.state[p] = {"joined": WAITING}
+            for name, wide in self._buffers.items() if p.requires_grad else ():
+                states.make_buffer(p, self.state[p], name, wide=wide)
+        self._known = None
         if self.parameters():
             self._make_room()
 
     def _make_room(self) -> None:
         """Room for the run's numbers: all of them at first, later those of buckets that come."""
-        self._known = Roster(self.param_groups, self.state, self._scope, self._buffers)
-        device = self._device()
+        groups, params = self.param_groups, self.parameters()
+        buckets = {"global": 1, "group": len(groups), "tensor": len(params)}[self._scope]
+        if not self._run:
+            constants = {"format": FORMAT, "identity": states.encoded(self._identity())}
+            self._place_run(constants | self._begin())
+        known = self._run.get("step", torch.zeros(0))
+        device = next((p.device for p in params if p.requires_grad), params[0].device)
         like = torch.zeros(
-            len(self._known.sizes), dtype=states.accumulator_dtype(device), device=device
+            max(0, buckets - len(known)), dtype=states.accumulator_dtype(device), device=device
         )
-        fresh = {name: like + start for name, start in self._numbers.items()}
-        if self._run:  # keep what the buckets so far have learned
-            self._run = states.unpack(self._run, device)
-            known = len(self._run["step"])
-            fresh = {name: torch.cat([self._run[name], v[known:]]) for name, v in fresh.items()}
-        self._run = self._begin() | self._run | fresh
+        for name, start in self._numbers.items():  # what the buckets so far have learned is kept
+            fresh = like + start
+            old = self._run.get(name)
+            self._run[name] = fresh if old is None else torch.cat([old.to(device), fresh])
+        self._place_run(self._run)
 
     def reset(self) -> None:
         """Begin anew: the state is as after construction, with the parameters as they are."""
@@ -191,14 +205,12 @@ class BaseOptimizer(Optimizer, ABC):
         """Everything a run needs to go on bit by bit."""
         self._roster()  # parameters may have been frozen or unfrozen since
 
-        def add_run(_: Optimizer, packed: State) -> None:
-            # With a trainable parameter: torch's distributed checkpoint leaves out the others.
-            flags = [p.requires_grad for p in self.parameters()]
-            keeper = states.ids(packed)[flags.index(True) if any(flags) else 0]
-            run = states.pack(self._run, self._identity())
-            packed["state"][keeper] = packed["state"][keeper] | run
+        def copy_run(_: Optimizer, packed: State) -> None:
+            for i, entry in packed["state"].items():
+                if "run" in entry:  # else it would go on changing
+                    packed["state"][i] = entry | {"run": dict(self._run)}
 
-        hook = self.register_state_dict_post_hook(add_run, prepend=True)  # before the user's own
+        hook = self.register_state_dict_post_hook(copy_run, prepend=True)  # before the user's own
         try:
             return super().state_dict()
         finally:
@@ -220,11 +232,9 @@ class BaseOptimizer(Optimizer, ABC):
             # torch has cast every tensor to its parameter's dtype; the saved ones go back.
             for i, p in zip(states.ids(saved), self.parameters()):
                 self.state[p] = states.restored(saved["state"].get(i, {}), p, buffers)
-            entry = states.header(saved)
-            assert entry is not None  # `look` has refused it
-            own = {*self._run, *self._begin()}
-            run = {key: value for key, value in entry.items() if key in own}
-            self._run = states.unpack(run, self._device())
+            run = states.run_of(saved)
+            assert run is not None  # `look` has refused it
+            self._place_run(states.copied(run, run["step"].device))
             self._known = None
             self.generation += 1
 

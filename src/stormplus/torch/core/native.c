@@ -1,6 +1,6 @@
 /* The passes of the paired optimizers over all tensors of a bundle, in one call each.
 
-   Plain C without Python or torch: native.py hands over pointers. A pass cuts the tensors into
+   Plain C without Python or torch: kernels.py hands over pointers. A pass cuts the tensors into
    chunks, and the threads share the chunks. Squared norms are summed within a chunk and then in the
    order of the chunks, so that they do not depend on the number of threads. Products are not fused
    with sums (-ffp-contract=off), so that every element comes out as in the plain path, to one

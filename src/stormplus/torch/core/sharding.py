@@ -49,8 +49,6 @@ def norm_groups(p: Tensor) -> Groups:
 
     Only sharded dimensions count: over a replicated one every process has the same part.
     """
-    if type(p) in (Tensor, nn.Parameter) and not getattr(p, "_fsdp_flattened", False):
-        return ()
     if getattr(p, "_fsdp_flattened", False):
         raise RuntimeError(
             "a parameter of FullyShardedDataParallel (FSDP1) is a flat piece that does not say "

@@ -1,11 +1,10 @@
 """What is remembered between steps, in a form that survives a checkpoint.
 
 A parameter's state has its buffers, which are of its size, and `joined`. All other numbers are of
-the run: vectors with one entry a bucket, integers, and bytes. They live on the optimizer; a
-`state_dict` carries them in the state of the first trainable parameter, the one place that
-torch's own loader and its distributed checkpoint both keep. There they are joined by a format
-number and by the *identity*: what the optimizer was constructed with, and so cannot be loaded
-into another.
+the run: vectors with one entry per bucket, integers, and bytes. They are one dictionary of the
+optimizer's, and stand as `run` in the state of the first trainable parameter, the one place that
+torch's own loader and its distributed checkpoint both keep. Among them are a format number and
+the *identity*: what the optimizer was constructed with, so that no other can load it.
 
 Torch's loader casts every tensor of a state to its parameter's dtype and takes strings apart, and
 its distributed checkpoint knows tensors and numbers only. So the identity is text in bytes, and a
@@ -57,16 +56,15 @@ def make_buffer(p: Tensor, state: State, name: str, *, wide: bool) -> Tensor:
     return buffer
 
 
-def pack(run: State, identity: Mapping[str, Any]) -> State:
-    """The numbers of a run, as they go into a state dict."""
-    text = json.dumps(identity, default=repr).encode()
-    text = text.ljust(-(-len(text) // _ROOM) * _ROOM)
-    return run | {"format": FORMAT, "identity": torch.tensor(list(text), dtype=torch.uint8)}
+def encoded(identity: Mapping[str, Any]) -> Tensor:
+    """An optimizer's identity as bytes."""
+    text = json.dumps(identity).encode()
+    return torch.tensor(list(text.ljust(-(-len(text) // _ROOM) * _ROOM)), dtype=torch.uint8)
 
 
-def unpack(entry: State, device: torch.device) -> State:
-    """The numbers of a run from a saved entry, as precise as they were."""
-    run = {key: value for key, value in entry.items() if key not in ("format", "identity")}
+def copied(run: State, device: torch.device) -> State:
+    """The numbers of a run on a device, as precise as they were."""
+    run = dict(run)
     for key, value in run.items():
         if isinstance(value, Tensor) and value.is_floating_point():
             run[key] = value.to(device, accumulator_dtype(device), copy=True)
@@ -80,9 +78,9 @@ def ids(state_dict: State) -> list[Any]:
     return [i for group in state_dict["param_groups"] for i in group["params"]]
 
 
-def header(state_dict: State) -> State | None:
-    """The entry that has the numbers of the run."""
-    return next((e for e in state_dict["state"].values() if "format" in e), None)
+def run_of(state_dict: State) -> State | None:
+    """The numbers of the run in a saved state."""
+    return next((e["run"] for e in state_dict["state"].values() if "run" in e), None)
 
 
 def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], name: str) -> None:
@@ -96,7 +94,7 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
     """
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
-    saved = header(state_dict)
+    saved = run_of(state_dict)
     if saved is None:
         entries = list(state_dict["state"].values())
         keys = sorted(entries[0]) if entries else []
@@ -115,12 +113,13 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
             "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"
         )
     theirs = json.loads(bytes(saved["identity"].tolist()))
-    ours = json.loads(json.dumps(identity, default=repr))
+    ours = json.loads(json.dumps(identity))
     for key in ours | theirs:
         if theirs.get(key) != ours.get(key):
+            word = key.removeprefix("rule.")
             raise ValueError(
-                f"the state was saved with {key}={theirs.get(key)!r}, {name} has "
-                f"{key}={ours.get(key)!r}: construct the optimizer as it was"
+                f"the state was saved with {word}={theirs.get(key)!r}, {name} has "
+                f"{word}={ours.get(key)!r}: construct the optimizer as it was"
             )
     if saved["step"].shape != run["step"].shape:
         raise ValueError(
@@ -154,9 +153,10 @@ def check_groups(state_dict: State, defaults: Mapping[str, Any]) -> None:
 
 def restored(entry: State, p: Tensor, buffers: Mapping[str, bool]) -> State:
     """A parameter's own part of a saved entry, as it was: torch has cast it to p's dtype."""
-    state: State = {"joined": entry.get("joined", WAITING)}
-    for name, wide in buffers.items():
-        if name in entry:
-            dtype = wide_dtype(p.dtype) if wide else p.dtype
-            state[name] = entry[name].to(p.device, dtype, copy=True)
+    state: State = {"joined": WAITING} | {k: v for k, v in entry.items() if k != "run"}
+    for name, value in state.items():
+        if isinstance(value, Tensor):
+            wide = buffers.get(name)
+            dtype = value.dtype if wide is None else wide_dtype(p.dtype) if wide else p.dtype
+            state[name] = value.to(p.device, dtype, copy=True)
     return state

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +21,7 @@ from stormplus.torch.core.sharding import (
 )
 from stormplus.torch.core.state import FROZEN, JOINED, State, make_buffer
 
+_requires_grad = attrgetter("requires_grad")
 _PLAIN = (Tensor, nn.Parameter)  # neither sharded nor of another kind
 
 
@@ -56,7 +57,6 @@ class _Member(NamedTuple):
     place: int  # of the group
     bucket: int
     process_groups: Groups
-    state: State
 
 
 def _kind(member: _Member) -> tuple[torch.device, torch.dtype, torch.Size]:
@@ -89,8 +89,8 @@ class Roster:
     ) -> None:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
-        self._trainable = [p.requires_grad for p in everyone]
-        self._buffers = buffers
+        self._frozen = [p for p in everyone if not p.requires_grad]
+        self._states, self._buffers = states, buffers
         self._members: list[_Member] = []
         self.params = [p for p in everyone if p.requires_grad]
         self.devices = list(dict.fromkeys(p.device for p in everyone))
@@ -112,7 +112,7 @@ class Roster:
                 self.process_groups.append(shards)
             for name, wide in buffers.items():
                 make_buffer(p, state, name, wide=wide)
-            self._members.append(_Member(p, groups[i], i, bucket, shards, state))
+            self._members.append(_Member(p, groups[i], i, bucket, shards))
         self._where = list(map(_kind, self._members))
 
     def describes(self, groups: list[dict[str, Any]]) -> bool:
@@ -125,15 +125,28 @@ class Roster:
                 and all(map(is_, group["params"], params))
                 for group, (known, params) in zip(groups, self._groups)
             )
-            and [p.requires_grad for group in groups for p in group["params"]] == self._trainable
-            and list(map(_kind, self._members)) == self._where
+            and not any(map(_requires_grad, self._frozen))
+            and self.holds()
         )
+
+    def holds(self) -> bool:
+        """Whether the trainable parameters are so still, and as they were."""
+        return (
+            all(map(_requires_grad, self.params)) and list(map(_kind, self._members)) == self._where
+        )
+
+    def sizes_like(self, numbers: Tensor) -> Tensor:
+        """The sizes as a vector like the run's; a bucket whose parameters are gone has size 1."""
+        sizes = [max(size, 1) for size in self.sizes]
+        sizes += [1] * (len(numbers) - len(sizes))
+        return torch.tensor(sizes).to(numbers, non_blocking=True)
 
     def bundles(self) -> list[Bundle]:
         """Sort the parameters; what cannot be handled is refused before any move."""
         found: dict[Any, Bundle] = {}
         for member in self._members:
-            p, state, g = member.p, member.state, member.p.grad
+            p, g = member.p, member.p.grad
+            state = self._states[p]
             joining = state["joined"] != JOINED
             if joining and g is not None and state["joined"] == FROZEN and not bool(g.any()):
                 g = None  # zeros left from before it was frozen say nothing
