@@ -7,6 +7,16 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items):
+    """Two of the three rules of one template wait for the long suite: each case compiles."""
+    for item in items:
+        case = getattr(item, "callspec", None)
+        here = item.path.parent == Path(__file__).parent
+        if here and case and case.params.get("name") in ("simplified_storm_plus", "storm"):
+            item.add_marker(pytest.mark.long)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def quick_compiler():
     """Each case compiles once and runs for some steps: the compiler's care is wasted on it."""

@@ -35,14 +35,7 @@ from untuned_oracle import untuned_run
 from stormplus import minimize
 from stormplus.jax import StormState, UntunedState, uniform_iterate
 
-# Two of the three rules of one template wait for the long suite: each case compiles.
-each = pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(name, marks=[pytest.mark.long] * (name in ("simplified_storm_plus", "storm")))
-        for name in TRANSFORMATIONS
-    ],
-)
+each = pytest.mark.parametrize("name", TRANSFORMATIONS)
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
 
 

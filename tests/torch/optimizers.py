@@ -122,7 +122,17 @@ CASES = [
 ]
 PAIRED = [case for case in CASES if case.paired]
 
-every = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+# What all paths share is tested on two of them; test_kernels.py compares all four.
+every = pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, marks=[pytest.mark.long] * (case.name in ("StormPlus foreach", "StormPlus fused"))
+        )
+        for case in CASES
+    ],
+    ids=lambda case: case.name,
+)
 every_paired = pytest.mark.parametrize("case", PAIRED, ids=lambda case: case.name)
 every_path = pytest.mark.parametrize("case", PAIRED[:3], ids=lambda case: case.name)
 
