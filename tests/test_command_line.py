@@ -97,7 +97,7 @@ def test_imports_go_one_way():
 
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmark").rglob("*.py")), ids=lambda p: p.name)
 def test_the_benchmark_uses_public_names_only(path):
-    """No private attribute of the library's objects: `opt._home` and the like."""
+    """No private attribute of the library's objects: `opt._run` and the like."""
     private = [
         node.attr
         for node in ast.walk(ast.parse(path.read_text()))
