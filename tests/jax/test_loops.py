@@ -193,7 +193,9 @@ def test_the_iterate_can_be_donated_with_the_parameters():
     kept = keep.init(params)
     step = jax.jit(lambda p, k: (p, keep.update(k, p)), donate_argnums=(0, 1))
     params, kept = step(params, kept)
-    step(params, kept)
+    params, kept = step(params, kept)
+    assert int(kept.step) == 2
+    assert jnp.array_equal(kept.point["x"], jnp.ones(3))
 
 
 def test_the_count_of_points_stops_at_its_largest_value():

@@ -566,3 +566,8 @@ def test_a_rule_is_known_by_its_class_and_every_field():
     for bad in (float("nan"), abs):
         with pytest.raises(TypeError, match="fields must be numbers or words"):
             made(Rule(bad))
+
+
+def test_the_template_alone_has_no_rule():
+    with pytest.raises(TypeError, match=r"a rule must be an object of a frozen dataclass.*None"):
+        PairedOptimizer([nn.Parameter(torch.ones(2))])

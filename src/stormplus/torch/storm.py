@@ -359,7 +359,8 @@ class PairedOptimizer(BaseOptimizer):
     # -- what the base asks for ------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        return describe(self.rule) | {"norm": self._norm, "scope": self._scope}
+        rule = getattr(self, "rule", None)  # None is refused: a subclass has one
+        return describe(rule) | {"norm": self._norm, "scope": self._scope}
 
     def _begin(self) -> State:
         # The distributed checkpoint loads only what is there already: so there is room for the
