@@ -27,7 +27,7 @@ from stormplus.rules import NORMS, Rule, Sum, Sums, describe
 from stormplus.torch.core.base import BaseOptimizer, check_choice
 from stormplus.torch.core.kernels import kernels_for, undo_estimate
 from stormplus.torch.core.random import RandomStreams
-from stormplus.torch.core.state import JOINED, State
+from stormplus.torch.core.state import JOINED, Buffer, State
 from stormplus.torch.core.tensors import Bundle, FreshGradients, Roster, Totals, blame
 
 START, READY, PENDING = 0, 1, 2
@@ -124,7 +124,11 @@ class PairedOptimizer(BaseOptimizer):
             "fused": fused,
         }
         super().__init__(
-            params, defaults, buffers={"estimator": True}, scope=scope, check_finite=check_finite
+            params,
+            defaults,
+            buffers={"estimator": Buffer()},
+            scope=scope,
+            check_finite=check_finite,
         )
 
     # -- a step ----------------------------------------------------------------------------------
