@@ -7,6 +7,7 @@ except ModuleNotFoundError as error:
         "the PyTorch optimizers need torch: pip install 'stormplus[torch]'"
     ) from error
 
+from stormplus.torch.batchnorm import recalibrate as recalibrate
 from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer
 from stormplus.torch.loops import same_sample as same_sample
 from stormplus.torch.loops import scaled_step as scaled_step
@@ -26,6 +27,7 @@ __all__ = [
     "StormPlus",
     "UniformIterate",
     "Untuned",
+    "recalibrate",
     "same_sample",
     "scaled_step",
     "verify_closure",
