@@ -12,7 +12,7 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from stormplus import StormPlus, same_sample, scaled_step
+from stormplus import StormPlus, Untuned, same_sample, scaled_step
 from stormplus.torch import PairedOptimizer
 
 ROWS = 8  # of a batch
@@ -74,6 +74,11 @@ class Run(SimpleNamespace):
         super().__init__(states=[], opt=None, net=None)
 
 
+def make(kind, params, lr=1.0, **options):
+    """Untuned has no lr."""
+    return kind(params, **options) if kind is Untuned else kind(params, lr=lr, **options)
+
+
 def plain_run(
     *,
     kind=StormPlus,
@@ -94,7 +99,7 @@ def plain_run(
     x, y = data(batches, dtype)
     run = Run()
     net = run.net = network(dtype)
-    opt = run.opt = kind(net.parameters(), lr=lr, **options)
+    opt = run.opt = make(kind, net.parameters(), lr, **options)
     scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
     run.losses = []
 

@@ -8,7 +8,8 @@
 
 Both factories can wrap an optimizer in Lookahead, which moves the parameters behind its back
 every few steps. Once one of the two functions has been called, an optimizer that takes two
-gradients a step refuses to step inside a Lookahead.
+gradients a step refuses to step inside a Lookahead. The factories' learning rate is not for
+"untuned", which ignores it with a warning.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from stormplus.integrations.untuned import ignore_lr
 from stormplus.torch import (
-    BaseOptimizer,
     PairedOptimizer,
     SimplifiedStormPlus,
     Storm,
@@ -27,8 +28,21 @@ from stormplus.torch import (
     Untuned,
 )
 
+
+class UntunedByName(Optimizer):
+    """`Untuned`, for factories that pass a learning rate to whatever they make.
+
+    A class, for they look whether it is one; what it makes is an `Untuned`.
+    """
+
+    def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]
+        """Make an `Untuned`, and warn if a learning rate is ignored."""
+        ignore_lr(lr)
+        return Untuned(params, **options)
+
+
 # Without underscores, which timm takes for the sign of a wrapper.
-OPTIMIZERS: dict[str, tuple[type[BaseOptimizer], str]] = {
+OPTIMIZERS: dict[str, tuple[type[Optimizer], str]] = {
     "stormplus": (StormPlus, "STORM+: corrected momentum, no constants to set"),
     "simplifiedstormplus": (
         SimplifiedStormPlus,
@@ -36,7 +50,7 @@ OPTIMIZERS: dict[str, tuple[type[BaseOptimizer], str]] = {
     ),
     "storm": (Storm, "STORM: corrected momentum, needs the smoothness"),
     "untuned": (
-        Untuned,
+        UntunedByName,
         "DoG's distance, RMSprop's unit and an average: one gradient a step, no lr to find",
     ),
 }
