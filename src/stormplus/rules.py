@@ -223,8 +223,8 @@ def distance_ceiling(start: Scalar, natural: Scalar) -> Scalar:
 
 
 def first_distance(ceiling: Scalar) -> Scalar:
-    """Give r before any move: a small part of the tensor's scale; it grows by itself from there."""
-    return 0.03 * ceiling
+    """Give r before any move: a fiftieth of the tensor's scale; it grows by itself from there."""
+    return 0.02 * ceiling
 
 
 def next_distance(r: Scalar, measured: Scalar, ceiling: Scalar) -> Scalar:
@@ -236,10 +236,10 @@ def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar) -> Scalar:
     """The step in units of s: r over the root of the steps so far.
 
     The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the
-    gradients does not go down with t. A single step is at most a twentieth of the tensor's
-    scale: all coordinates may move in one direction, and then that is much.
+    gradients does not go down with t. No step is larger than the first one: however fast r grows,
+    a layer whose coordinates all move in one direction must have time to answer.
     """
-    return _smaller(r * (1 + counted) ** (-1 / 2), 0.05 * ceiling)
+    return _smaller(r * (1 + counted) ** (-1 / 2), first_distance(ceiling))
 
 
 def counted_step(mean_square: Scalar) -> Scalar:
