@@ -513,7 +513,7 @@ REFUSED = [
     ({"lr": -1.0}, ValueError, "lr must be a finite number, at least 0, got -1.0"),
     ({"lr": float("nan")}, ValueError, "lr must be a finite number, at least 0, got nan"),
     ({"lr": "fast"}, ValueError, "lr must be a finite number, at least 0, got 'fast'"),
-    ({"lr": torch.ones(2)}, ValueError, r"must have one element, got the shape \(2,\)"),
+    ({"lr": torch.ones(2)}, ValueError, r"Tensor lr must be 1-element, got the shape \(2,\)"),
     ({"weight_decay": -0.1}, ValueError, "weight_decay must be a finite number, at least 0, got"),
     ({"weight_decay": torch.ones(())}, ValueError, "weight_decay must be a finite number"),
     ({"scope": "layer"}, ValueError, "scope must be one of global, group, tensor, got 'layer'"),

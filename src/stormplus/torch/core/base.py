@@ -262,7 +262,7 @@ def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
 def _check_common_options(group: dict[str, Any]) -> None:
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"a tensor lr must have one element, got the shape {tuple(lr.shape)}")
+        raise ValueError(f"Tensor lr must be 1-element, got the shape {tuple(lr.shape)}")
     if not (isinstance(lr, (Real, Tensor)) and 0 <= float(lr) < math.inf):
         raise ValueError(f"lr must be a finite number, at least 0, got {lr!r}; the paper's is 1.0")
     if not (isinstance(decay, Real) and 0 <= float(decay) < math.inf):
