@@ -10,7 +10,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-
 PATIENCE = 60.0  # seconds, before `pair_lock` says what it waits for
 _LOCK = threading.RLock()
 
