@@ -1,6 +1,7 @@
 """What every torch optimizer of the package does alike: one table, one property after another."""
 
 import copy
+import inspect
 import pickle
 import sys
 import warnings
@@ -524,7 +525,7 @@ REFUSED = [
     ({"params": [{"params": []}]}, ValueError, "no parameter in them"),
     ({"params": [{"params": P, "lr": -2.0}]}, ValueError, "got -2.0"),
     ({"params": [torch.ones(2, dtype=torch.long)]}, TypeError, "got torch.int64"),
-    ({"momentum": 0.9}, TypeError, "momentum"),
+    ({"weight_decoy": 0.9}, TypeError, "argument 'weight_decoy'; the nearest .* weight_decay[.]"),
 ]
 
 
@@ -533,6 +534,21 @@ REFUSED = [
 def test_bad_arguments(case, options, error, message):
     with pytest.raises(error, match=message):
         case(**{"params": P} | options)
+
+
+@every
+def test_a_wrong_call_is_told_by_the_name_that_the_user_wrote(case):
+    name = case.cls.__name__
+    with pytest.raises(TypeError, match=rf"^{name} .*'momentum'; the nearest .*It takes params, "):
+        case(P, momentum=0.9)
+    with pytest.raises(TypeError, match=f"^{name} missing a required argument: 'params'"):
+        case.cls()
+    with pytest.raises(TypeError, match=f"^{name} too many positional arguments"):
+        case.cls(P, 0.1, 0.9)
+    if name == "Storm":
+        with pytest.raises(TypeError, match="nearest that there is: smoothness.*theta.*max_move"):
+            case(P, smothness=0.9)
+    assert "params" in inspect.signature(case.cls).parameters
 
 
 @every

@@ -29,7 +29,14 @@ from stormplus.torch.core.base import BaseOptimizer, check_choice
 from stormplus.torch.core.kernels import kernels_for, undo_estimate
 from stormplus.torch.core.random import RandomStreams, pair_lock
 from stormplus.torch.core.state import JOINED, State
-from stormplus.torch.core.tensors import Bundle, FreshGradients, Roster, Totals, blame
+from stormplus.torch.core.tensors import (
+    Bundle,
+    FreshGradients,
+    Roster,
+    Totals,
+    blame,
+    evaluate_and_look,
+)
 
 START, READY, PENDING = 0, 1, 2
 
@@ -99,6 +106,7 @@ class PairedOptimizer(BaseOptimizer):
         "sum_d_sq_over_a",
     )
     _kept = ("rule", "_norm", "_generators")
+    _looked = False  # whether the closure was seen to zero the gradients
 
     def __init__(
         self,
@@ -161,7 +169,11 @@ class PairedOptimizer(BaseOptimizer):
                 streams.rewind()
             fresh = FreshGradients(roster.params)
             try:
-                evaluate()
+                if self._looked:
+                    evaluate()
+                else:  # once, at the first pair
+                    self._looked = True
+                    evaluate_and_look(evaluate, roster.params)
                 fresh.check()
                 self._estimate()
             except BaseException:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -56,6 +59,11 @@ class BaseOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
         if not self.parameters():
             raise ValueError("the optimizer got parameter groups with no parameter in them")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _by_the_name_of_the_class(cls.__init__)  # type: ignore[method-assign]
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
@@ -252,6 +260,46 @@ class BaseOptimizer(Optimizer, ABC):
         kept = ("_run", "_scope", "_check_finite", "_buffers", "generation", *self._kept)
         own = {name: vars(self)[name] for name in kept if name in vars(self)}
         return super().__getstate__() | own | {"_known": None, "_pass_hooks": OrderedDict()}
+
+
+def _by_the_name_of_the_class(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor whose errors name the class that the user wrote, and a mistyped argument's twin.
+
+    Python would name the class that has the constructor, a base of it most often.
+    """
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            signature.bind(self, *args, **options)
+        except TypeError as error:
+            known = _arguments(type(self))
+            unknown = [name for name in options if name not in known]
+            twins = difflib.get_close_matches(unknown[0], known, 1, 0.0) if unknown else []
+            hint = f"; the nearest that there is: {twins[0]}" if twins else ""
+            raise TypeError(
+                f"{type(self).__name__} {error}{hint}. It takes {', '.join(known)}"
+            ) from None
+        init(self, *args, **options)
+
+    return checked
+
+
+def _arguments(cls: type) -> list[str]:
+    """What a constructor takes, with what it hands on to that of its base."""
+    names: list[str] = []
+    for base in cls.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        kinds = [(p.name, p.kind) for p in inspect.signature(base.__init__).parameters.values()]
+        names += [n for n, kind in kinds[1:] if kind in _NAMED and n not in names]
+        if all(kind != inspect.Parameter.VAR_KEYWORD for _, kind in kinds):
+            break
+    return names
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
