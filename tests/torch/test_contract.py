@@ -546,7 +546,7 @@ def test_a_wrong_call_is_told_by_the_name_that_the_user_wrote(case):
     with pytest.raises(TypeError, match=f"^{name} too many positional arguments"):
         case.cls(P, 0.1, 0.9)
     if name == "Storm":
-        with pytest.raises(TypeError, match="nearest that there is: smoothness.*theta.*max_move"):
+        with pytest.raises(TypeError, match=r"nearest that there is: smoothness.*theta.*max_move"):
             case(P, smothness=0.9)
     assert "params" in inspect.signature(case.cls).parameters
 

@@ -24,8 +24,8 @@ from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 from torch.optim import optimizer as torch_optimizer
 
 from stormplus import rules
-from stormplus.rules import NORMS, Rule, Sum, Sums, describe
-from stormplus.torch.core.base import BaseOptimizer, check_choice
+from stormplus.rules import NORMS, Rule, Sum, Sums, check_choice, describe
+from stormplus.torch.core.base import BaseOptimizer
 from stormplus.torch.core.kernels import kernels_for, undo_estimate
 from stormplus.torch.core.random import RandomStreams, pair_lock
 from stormplus.torch.core.state import JOINED, State

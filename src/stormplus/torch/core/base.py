@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stormplus.rules import SCOPES
+from stormplus.rules import SCOPES, check_choice
 from stormplus.torch.core import state as states
 from stormplus.torch.core.random import is_expanded
 from stormplus.torch.core.sharding import check_whole
@@ -263,7 +263,7 @@ class BaseOptimizer(Optimizer, ABC):
 
 
 def _by_the_name_of_the_class(init: Callable[..., None]) -> Callable[..., None]:
-    """A constructor whose errors name the class that the user wrote, and a mistyped argument's twin.
+    """A constructor whose errors name the class that the user wrote, and the nearest argument.
 
     Python would name the class that has the constructor, a base of it most often.
     """
@@ -289,10 +289,8 @@ def _by_the_name_of_the_class(init: Callable[..., None]) -> Callable[..., None]:
 def _arguments(cls: type) -> list[str]:
     """What a constructor takes, with what it hands on to that of its base."""
     names: list[str] = []
-    for base in cls.__mro__:
-        if "__init__" not in vars(base):
-            continue
-        kinds = [(p.name, p.kind) for p in inspect.signature(base.__init__).parameters.values()]
+    for init in (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)):
+        kinds = [(p.name, p.kind) for p in inspect.signature(init).parameters.values()]
         names += [n for n, kind in kinds[1:] if kind in _NAMED and n not in names]
         if all(kind != inspect.Parameter.VAR_KEYWORD for _, kind in kinds):
             break
@@ -300,11 +298,6 @@ def _arguments(cls: type) -> list[str]:
 
 
 _NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-
-
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _check_common_options(group: dict[str, Any]) -> None:
