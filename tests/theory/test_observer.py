@@ -265,7 +265,8 @@ def test_torch_copies_are_released_when_a_pair_comes_to_nothing(ends):
         else:
             opt.move()
             opt.restart()
-        assert copies() <= between
+        # g_t stays for the next sample, unless the parameters have moved.
+        assert copies() <= between - (ends == "restarted")
 
 
 def with_full_grad(params):
