@@ -188,42 +188,104 @@ def describe(rule: Any) -> dict[str, Any]:
     return {"rule": type(rule).__name__} | {f"rule.{k}": v for k, v in constants.items()}
 
 
-# Beyond the paper: the formulas of `Untuned` (docs/untuned.md). r is the distance from the start
-# that the run has measured, s a coordinate's root mean square gradient.
+# Beyond the paper: the formulas of `Untuned` (docs/untuned.md). Every tensor has its own: r is the
+# distance that its fastest iterate has come from the start, s a coordinate's root mean square
+# gradient, g / s the gradient in its own unit.
+
+# How far the parameters stand from the fast iterate towards the average: Schedule-Free's beta.
+INTERPOLATION = 0.9
 
 
-def first_distance(start: Scalar) -> Scalar:
-    """Give r before any move, from the RMS of x_1: results hardly depend on the hundredth."""
-    return 0.01 * (start + (start == 0))  # zeros tell no scale: as if their RMS were 1
+def natural_scale(inputs: int) -> float:
+    """The size of a weight whose layer keeps the size of its signals, to a constant.
 
-
-def untuned_step_size(r: Scalar, t: Scalar) -> Scalar:
-    """The step in units of s: every gradient has norm 1 there, so t is the sum of |g_i|^2.
-
-    The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of d does
-    not go down with t.
+    Args:
+        inputs: The numbers that make up one output; for a vector, its length.
     """
-    return r * t ** (-1 / 2)
+    return 1 / math.sqrt(max(inputs, 1))
 
 
-def untuned_gain(t: Scalar) -> Scalar:
-    """The weight of the t-th gradient in d."""
-    return _forgetting(0.1, t)
+def sample_stride(size: int) -> int:
+    """Every how many coordinates the distance is measured, in a tensor of this size.
+
+    A few thousand tell a root mean square to a per cent or two, and save a third buffer. The stride
+    has no factor in common with the size: one that divides the length of a row would see the
+    same columns in every row, perhaps pixels that are always black.
+    """
+    stride = max(1, size // 4096)
+    while math.gcd(stride, size) > 1:
+        stride -= 1
+    return stride
+
+
+def distance_ceiling(start: Scalar, natural: Scalar) -> Scalar:
+    """The scale of a tensor, its RMS at the start or its natural scale: r is never above it.
+
+    Without a ceiling r can feed itself: the steps are proportional to r, and r is how far they
+    have led.
+    """
+    return _larger(start, natural)
+
+
+def first_distance(ceiling: Scalar) -> Scalar:
+    """Give r before any move: a small part of the tensor's scale; it grows by itself from there."""
+    return 0.03 * ceiling
+
+
+def next_distance(r: Scalar, measured: Scalar, ceiling: Scalar) -> Scalar:
+    """The largest distance so far, from DoG (Ivgi, Hinder and Carmon, 2023), below its ceiling."""
+    return _smaller(_larger(r, measured), ceiling)
+
+
+def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar) -> Scalar:
+    """The step in units of s: r over the root of the steps so far.
+
+    The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the
+    gradients does not go down with t. A single step is at most a twentieth of the tensor's
+    scale: all coordinates may move in one direction, and then that is much.
+    """
+    return _smaller(r * (1 + counted) ** (-1 / 2), 0.05 * ceiling)
+
+
+def counted_step(mean_square: Scalar) -> Scalar:
+    """How much a step counts: as the part of the tensor that it has moved, and one at most.
+
+    `mean_square` is the mean of (g / s)^2: 1 for an ordinary step, near 0 if most of the tensor had
+    no gradient.
+    """
+    return _smaller(mean_square, 1.0)
 
 
 def unit_weight(t: Scalar) -> Scalar:
-    """The weight of the t-th squared gradient in s^2: a mean over about a hundred."""
-    return _forgetting(0.01, t)
+    """The weight of the t-th squared gradient in s^2: about the last third of the run.
+
+    (g / s)^2 is then at most (t + 2) / 3, so that no coordinate that has a gradient in every
+    step moves by more than r in one.
+    """
+    return 3 / (t + 2)
 
 
 def average_weight(t: Scalar) -> Scalar:
-    """The weight of the t-th iterate in the average so far: the last ones count, as t^8.
+    """The weight of the t-th iterate in the average: about the last tenth of the run, as t^8.
 
     Shamir and Zhang (2013), polynomial-decay averaging.
     """
     return 9 / (t + 8)
 
 
-def _forgetting(last: float, t: Scalar) -> Scalar:
-    """max(last, 1/t): the weight of the t-th value in a mean that comes to forget."""
-    return last + (1 / t - last) * (1 / t > last)
+def decay_factor(weight_decay: Scalar, eta: Scalar, natural: Scalar, ceiling: Scalar) -> Scalar:
+    """What a step takes off a tensor under weight decay, as a part of it.
+
+    For a tensor that starts at its natural scale or below, as layers do, that is AdamW's lr
+    times weight_decay, with eta for lr. One that starts larger has steps that are larger in
+    proportion, and the same decay.
+    """
+    return _smaller(weight_decay * eta * natural / ceiling, 1.0)
+
+
+def _larger(a: Scalar, b: Scalar) -> Scalar:
+    return a * (a >= b) + b * (b > a)
+
+
+def _smaller(a: Scalar, b: Scalar) -> Scalar:
+    return a * (a <= b) + b * (b < a)

@@ -1,4 +1,10 @@
-"""Untuned once more, literally: float64, formulas spelled out, no import from the library."""
+"""Untuned once more, literally: z, x and y by their definitions, float64, no import from the library.
+
+The library keeps neither z nor x: it has y and the lead z - x. So this is another way to the same
+numbers.
+"""
+
+import math
 
 import numpy as np
 
@@ -10,63 +16,82 @@ def untuned_run(
     *,
     lr=1.0,
     weight_decay=0.0,
-    decoupled=False,
     maximize=False,
-    scope="global",
+    inputs_last=False,
+    sample=None,
 ):
     """Run `steps` samples; returns a dict a sample.
 
-    `x` (after the step), `d`, `s` and `average` are lists of blocks; `r`, `eta` have one number a
-    bucket; `a` is the next gain.
+    `x` (the parameters after the step, y), `z`, `s` and `average` are lists of blocks; `r` (of the
+    next step), `eta`, `counted` have one number a block.
 
     Args:
-        grad: `grad(k, blocks)`: the gradient's blocks, of sample k = 0, 1, ...
+        grad: `grad(k, blocks)`: the gradient's blocks, of sample k = 0, 1, ...; None for a block
+            that has none.
         x1_blocks: The first point, a list of arrays.
         steps: The number of samples.
         lr: A number, or a function of the moves made before (0, 1, ...); or a list of them, one a
             block.
         weight_decay: A number, or a list with one a block.
-        decoupled, maximize: As in the optimizers.
-        scope: "global", "tensor", or a list with one label a block.
+        maximize: As in the optimizers.
+        inputs_last: Whether a matrix is (inputs, outputs), as in JAX, or the other way.
+        sample: How many coordinates of a block the distance is measured on: every k-th, where k is
+            the largest number up to size // sample that has no factor in common with the size. All
+            if None.
     """
-    x1 = [np.array(block, np.float64) for block in x1_blocks]
-    labels = {"global": [0] * len(x1), "tensor": list(range(len(x1)))}
-    given = labels[scope] if isinstance(scope, str) else list(scope)
-    share = [list(dict.fromkeys(given)).index(label) for label in given]  # order of appearance
-    rates, decays = (v if isinstance(v, list) else [v] * len(x1) for v in (lr, weight_decay))
+    y = [np.array(block, np.float64) for block in x1_blocks]
+    count = range(len(y))
+    rates, decays = (v if isinstance(v, list) else [v] * len(y) for v in (lr, weight_decay))
+    strides = []
+    for block in y:
+        k = 1 if sample is None else max(1, block.size // sample)
+        while math.gcd(k, block.size) > 1:
+            k -= 1
+        strides.append(k)
 
-    def length(blocks):
-        """The root mean square over each bucket."""
-        out = []
-        for bucket in range(max(share) + 1):
-            mine = np.concatenate([b.ravel() for b, i in zip(blocks, share) if i == bucket])
-            out.append(np.sqrt(np.mean(mine * mine)))
-        return np.array(out)
+    def rms(block):
+        return math.sqrt(np.mean(block * block)) if block.size else 0.0
 
-    x = average = x1
-    d, s = ([np.zeros_like(block) for block in x1] for _ in range(2))
-    r = 0.01 * length(x1)
-    r[r == 0] = 0.01
+    natural, ceiling, r = [], [], []
+    for block in y:
+        outputs = block.shape[-1 if inputs_last else 0] if block.ndim > 1 else 1
+        natural.append(1 / math.sqrt(max(block.size // max(outputs, 1), 1)))
+        ceiling.append(max(rms(block), natural[-1]))
+        r.append(0.03 * ceiling[-1])
+    z, average, origin = ([block.copy() for block in y] for _ in range(3))
+    s = [np.zeros_like(block) for block in y]
+    t, counted, eta = ([0] * len(y) for _ in range(3))
     rows = []
-    for t in range(1, steps + 1):
-        r = np.maximum(r, length([x_i - start for x_i, start in zip(x, x1)]))
-        g = [np.asarray(block, np.float64) for block in grad(t - 1, x)]
-        g = [-block if maximize else block for block in g]
-        if not decoupled:
-            g = [g_i + decay * x_i for g_i, decay, x_i in zip(g, decays, x)]
-        a, b = max(0.1, 1 / t), max(0.01, 1 / t)
-        d = [d_i + a * (g_i - d_i) for d_i, g_i in zip(d, g)]
-        s = [np.hypot(np.sqrt(1 - b) * s_i, np.sqrt(b) * g_i) for s_i, g_i in zip(s, g)]
-        eta = r / np.sqrt(t)
-        moved = []
-        for i, x_i in enumerate(x):
-            step = np.divide(d[i], s[i], out=np.zeros_like(x_i), where=s[i] != 0)  # 0/0 is 0
-            if decoupled:
-                step = step + decays[i] * x_i
-            rate = rates[i](t - 1) if callable(rates[i]) else rates[i]
-            moved.append(x_i - rate * eta[share[i]] * step)
-        x = moved
-        average = [m + 9 / (t + 8) * (x_i - m) for m, x_i in zip(average, x)]
-        rows.append({"x": x, "d": d, "s": s, "r": r, "a": max(0.1, 1 / (t + 1)), "eta": eta})
-        rows[-1]["average"] = average
+    for k in range(steps):
+        g = grad(k, y)
+        for i in count:
+            if g[i] is None:
+                continue
+            g_i = (-1 if maximize else 1) * np.asarray(g[i], np.float64)
+            t[i] += 1
+            w = 3 / (t[i] + 2)
+            s[i] = np.sqrt((1 - w) * s[i] ** 2 + w * g_i**2)
+            u = np.divide(g_i, s[i], out=np.zeros_like(g_i), where=s[i] != 0)  # 0/0 is 0
+            rate = rates[i](t[i] - 1) if callable(rates[i]) else rates[i]
+            eta[i] = min(r[i] / math.sqrt(1 + counted[i]), ceiling[i] / 20)
+            limit = rate * r[i]
+            decay = min(1.0, decays[i] * rate * eta[i] * natural[i] / ceiling[i])
+            z[i] = z[i] - np.clip(rate * eta[i] * u, -limit, limit) - decay * z[i]
+            average[i] = average[i] + 9 / (t[i] + 8) * (z[i] - average[i])
+            y[i] = 0.1 * z[i] + 0.9 * average[i]
+            counted[i] += min(1.0, np.mean(u * u)) if u.size else 0.0
+            moved = (z[i] - origin[i]).ravel()[:: strides[i]]
+            r[i] = min(max(r[i], rms(moved)), ceiling[i])
+        rows.append(
+            {
+                "x": [block.copy() for block in y],
+                "z": list(z),
+                "s": list(s),
+                "average": list(average),
+                "r": np.array(r),
+                "eta": np.array(eta, float),
+                "counted": np.array(counted, float),
+                "t": np.array(t),
+            }
+        )
     return rows

@@ -39,10 +39,10 @@ DIFFERENCES = {  # test: who, and why; docs/deviations.md has them for users
 COMMON = (
     {},
     {"weight_decay": 0.1},
-    {"weight_decay": 0.1, "decoupled_weight_decay": True},
     {"weight_decay": 0.1, "maximize": True},
 )
 OF_PAIRED = (
+    {"weight_decay": 0.1, "decoupled_weight_decay": True},
     {"lr": 0.01},
     {"lr": torch.tensor(0.001)},
     {"norm": "mean"},

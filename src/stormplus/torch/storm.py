@@ -28,7 +28,7 @@ from stormplus.rules import NORMS, Rule, Sum, Sums, check_choice, describe
 from stormplus.torch.core.base import BaseOptimizer
 from stormplus.torch.core.kernels import kernels_for, undo_estimate
 from stormplus.torch.core.random import RandomStreams, pair_lock
-from stormplus.torch.core.state import JOINED, State
+from stormplus.torch.core.state import JOINED, Buffer, State
 from stormplus.torch.core.tensors import (
     Bundle,
     FreshGradients,
@@ -136,7 +136,11 @@ class PairedOptimizer(BaseOptimizer):
             "fused": fused,
         }
         super().__init__(
-            params, defaults, buffers={"estimator": True}, scope=scope, check_finite=check_finite
+            params,
+            defaults,
+            buffers={"estimator": Buffer()},
+            scope=scope,
+            check_finite=check_finite,
         )
 
     # -- a step ----------------------------------------------------------------------------------

@@ -1,101 +1,136 @@
 """Beyond the paper: an optimizer with one gradient a step and nothing to tune.
 
 It is made of known parts. The distance is DoG's (Ivgi, Hinder and Carmon, 2023), the unit of a
-coordinate is RMSprop's, and what one evaluates is an average of the iterates (Shamir and Zhang,
-2013). STORM+'s corrected estimator is not in it: docs/untuned.md has the study behind that.
+coordinate is AdaGrad's and RMSprop's, the interpolation between a fast iterate and its average is
+Schedule-Free's (Defazio and others, 2024), and the average is Shamir and Zhang's (2013).
+STORM+'s corrected estimator is not in it: docs/untuned.md has the study behind that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 
-from stormplus.rules import (
-    average_weight,
-    first_distance,
-    unit_weight,
-    untuned_gain,
-    untuned_step_size,
-)
+from stormplus import rules
+from stormplus.rules import INTERPOLATION
 from stormplus.torch.core.base import BaseOptimizer
-from stormplus.torch.core.kernels import FOREACH, SquareNorms, chunks, gradient
-from stormplus.torch.core.state import JOINED, State, run_of
-from stormplus.torch.core.tensors import Bundle, Roster, Totals, blame
+from stormplus.torch.core.kernels import (
+    CHUNK,
+    NATIVE,
+    finite_or_nan,
+    split,
+    square_norm,
+    suits_untuned,
+)
+from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local
+from stormplus.torch.core.state import JOINED, Buffer, State, run_of
+from stormplus.torch.core.tensors import Item, Member, Roster, Totals, blame, name_of
+
+Numbers: TypeAlias = npt.NDArray[np.float64]  # one for each tensor
+Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among all
+
+# In every coordinate, with b = 0.9 and the weights w, c of rules.py:
+#
+#     z <- z - step        the fast iterate
+#     x <- x + c (z - x)   the average
+#     y  = (1 - b) z + b x the parameters, where gradients are taken
+#
+# Neither z nor x is stored, only y and the lead e = z - x. With m = e - step:
+#
+#     e <- (1 - c) m
+#     y <- y + (c + (1 - b)(1 - c)) m - (1 - b) e_before
+#
+# so that x = y - (1 - b) e and z = y + b e. A lead is small beside the weights, so that rounding it
+# to 16 bits costs little.
+_STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
 class Untuned(BaseOptimizer):
-    """DoG's distance, RMSprop's unit and averaging; STORM+'s estimator is not in it.
+    """One gradient per step, Adam's memory, and nothing to tune.
 
-    One gradient per step, no learning rate to find.
+    Every tensor has a distance r and a ceiling R for it; with g the gradient, in each coordinate:
 
-    With n elements and, in each coordinate, g the gradient:
+        s^2  <- mean of g^2 over about the last third of the run        the unit
+        z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
+        x    <- mean of z over about the last tenth of the run          the average
+        y     = 0.1 z + 0.9 x                                           the parameters
+        r    <- min(max(r, RMS of z - z_1), R)                          from 0.03 R on
 
-        r     <- max(r, |x - x_1| / sqrt(n))             distance, one number
-        s^2   <- mean of g^2 over some hundred steps     unit, a coordinate's own
-        d     <- d + a (g - d),  a = max(0.1, 1/t)       momentum
-        x     <- x - lr (r / sqrt(t)) d / s
-        average <- mean of x over about the last tenth of the run
+    R is the tensor's root mean square at the start, or one over the root of its inputs if that
+    is larger. No step is larger than R / 20 in the mean, and none moves a coordinate by more
+    than r. docs/untuned.md has the whole rule and the study behind it.
 
     It is a plain torch optimizer: `loss.backward(); opt.step()`, a closure if you like, any
-    trainer. `opt.eval()` puts the average into the parameters, to validate or to save a model,
-    and `opt.train()` takes it out again.
+    trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into
+    the parameters, which is what you want to keep; `opt.train()` takes it out again. If the
+    model has BatchNorm, `recalibrate(model, batches)` after `eval()`.
 
-    Memory: four buffers of the parameters' size (d, s, x_1, the average), Adam has two.
+    There is no `lr`. The groups have one, 1.0, so that a scheduler has something to multiply, and a
+    `factor` of their own, to slow some layers down.
+
+    Memory: two buffers of the parameters' size, as Adam. Parameters in half precision have a
+    third, in float32: the steps are smaller than what they can hold.
 
     A pass hook (`register_pass_hook`) is told of "before_step", "after_step", and of "failed"
     when a gradient is not finite and nothing has moved.
 
     Args:
-        params: Parameters, parameter groups, or `named_parameters()`.
-        lr: A factor on the step. Leave it at 1.0: r grows by the steps, and a smaller factor keeps
-            it small.
-        weight_decay: L2 regularisation, part of the objective, or, with
-            `decoupled_weight_decay`, added to d / s at the move. Per group.
-        decoupled_weight_decay: See `weight_decay`.
+        params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
+            `weight_decay`, `maximize` and `factor`.
+        weight_decay: Decoupled, as AdamW's with the step size for its lr: a step takes this
+            times the step size off every weight. Tensors that start above their natural scale
+            have larger steps, and the same decay.
         maximize: Maximize the objective instead.
-        scope: Which parameters share r: "global", "group" or "tensor".
-        average: Keep the average of the iterates; it never influences them.
+        state_dtype: torch.bfloat16 keeps the two buffers in 16 bits, rounded at random so that
+            small changes count in the mean: half the memory. None: as the parameters.
         check_finite: Raise `FloatingPointError` on a gradient that is not finite, before
             anything has moved.
     """
 
     _numbers: ClassVar[dict[str, float]] = {
         "step": 0.0,
-        "gain": 1.0,
         "step_size": 0.0,
         "distance": 0.0,
-        "grad_norm_sq": 0.0,
-        "estimator_norm_sq": 0.0,
+        "ceiling": 0.0,
+        "counted": 0.0,
+        # What the last step has measured; the next one begins by taking it in.
+        "mean_square": 0.0,
+        "moved": 0.0,
     }
-    _shown = ("step", "gain", "step_size", "distance", "grad_norm", "estimator_norm")
-    _kept = ("_average",)
-    _lent: ClassVar[dict[str, bool]] = {"iterate": False}
+    _shown = ("step", "step_size", "distance")
+    _kept = ("_state_dtype", "_trusted")
+    _lent: ClassVar[dict[str, Buffer]] = {"iterate": Buffer(wide=False)}
 
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1.0,
         *,
         weight_decay: float = 0.0,
-        decoupled_weight_decay: bool = False,
         maximize: bool = False,
-        scope: str = "global",
-        average: bool = True,
+        state_dtype: torch.dtype | None = None,
         check_finite: bool = True,
     ) -> None:
-        self._average = Average() if average else None
-        buffers = {"estimator": True, "unit": True, "origin": False}
-        buffers |= {"average": True} if average else {}
-        defaults = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "decoupled_weight_decay": decoupled_weight_decay,
-            "maximize": maximize,
+        if state_dtype not in _STATE_DTYPES:
+            raise ValueError(f"state_dtype must be torch.bfloat16 or None, got {state_dtype!r}")
+        self._state_dtype = None if state_dtype == torch.float32 else state_dtype
+        self._layout: _Layout | None = None
+        self._trusted = 0  # the generation whose parameters have been compared with the state
+        buffers = {
+            "lead": Buffer(dtype=self._state_dtype),
+            "unit": Buffer(dtype=self._state_dtype),
+            "origin": Buffer(sampled=True),
+            "master": Buffer(half_only=True),
         }
-        super().__init__(params, defaults, buffers=buffers, scope=scope, check_finite=check_finite)
+        defaults = {"lr": 1.0, "factor": 1.0, "weight_decay": weight_decay, "maximize": maximize}
+        super().__init__(
+            params, defaults, buffers=buffers, scope="tensor", check_finite=check_finite
+        )
 
     @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -116,49 +151,124 @@ class Untuned(BaseOptimizer):
     @torch.no_grad()
     def _descend(self) -> None:
         roster = self._roster()
-        bundles, run = roster.bundles(), self._run
-        if not any(bundle.has_grad for bundle in bundles):
-            return  # as torch's own optimizers
+        layout = self._laid_out(roster)
+        lots = layout.lots()
+        if not lots:
+            return  # no gradient anywhere: no step, as torch's own optimizers
         self._tell("before_step")
         if self._check_finite:
-            self._probe(bundles, roster)
-        t, a, b = run["step"] + 1, run["gain"], unit_weight(run["step"] + 1)
-        totals = Totals(4, roster, t)
-        for bundle in bundles:
-            if bundle.joining:
-                _begin_here(bundle)
-                _learn(bundle, torch.ones_like(a[0]), torch.ones_like(b[0]), totals.room(bundle))
-            else:
-                _learn(bundle, a[bundle.bucket], b[bundle.bucket], totals.room(bundle))
-        g_sq, d_sq, moved_sq, start_sq = totals.sum()
-        size = roster.sizes_like(t)
-        r = torch.where(
-            run["distance"] == 0, first_distance((start_sq / size).sqrt()), run["distance"]
-        )
-        r = torch.maximum(r, (moved_sq / size).sqrt())
-        eta = untuned_step_size(r, t)
-        new = {"step": t, "gain": untuned_gain(t + 1), "step_size": eta, "distance": r}
-        new |= {"grad_norm_sq": g_sq, "estimator_norm_sq": d_sq}
-        buckets = {bundle.bucket for bundle in bundles}
-        seen = torch.tensor([i in buckets for i in range(len(t))]).to(t.device)
-        run.update({name: torch.where(seen, value, run[name]) for name, value in new.items()})
-        for bundle in bundles:
-            _move(bundle, eta[bundle.bucket], self._average, average_weight(t[bundle.bucket]))
-            for item in bundle.items:
-                item.state["joined"] = JOINED
-        run["grad_evaluations"] += 1
+            self._probe(lots, layout)
+        if self._trusted != self.generation:
+            self._compare_with_saved(lots)
+        if any(lot.joining for lot in lots):
+            self._start(lots, layout)
+        table = self._decide(layout, np.concatenate([lot.rows for lot in lots]))
+        totals = Totals(2, roster, self._run["step"])
+        for lot in lots:
+            lot.descend(table, totals.table(lot.process_groups, lot.device))
+        self._measure(layout, lots, totals.sum())
+        self._run["grad_evaluations"] += 1
         self._opt_called = True  # what lr_scheduler looks for before it warns
         self._tell("after_step")
 
-    def _probe(self, bundles: list[Bundle], roster: Roster) -> None:
-        totals = Totals(1, roster, self._run["step"])
-        for bundle in bundles:
-            FOREACH.probe(bundle, totals.room(bundle))
+    def _decide(self, layout: _Layout, rows: Rows) -> Numbers:
+        """Take in what the last step has measured, and decide on this one.
+
+        Returns:
+            A column of coefficients for each tensor, in the order that `_COEFFICIENTS` names.
+        """
+        run = {name: self._run[name].cpu().numpy() for name in self._numbers}  # waits, once
+        t = run["step"] + 1
+        counted = run["counted"] + rules.counted_step(run["mean_square"])
+        r = rules.next_distance(run["distance"], run["moved"], run["ceiling"])
+        eta = rules.untuned_step_size(r, counted, run["ceiling"])
+        finite = np.isfinite(run["moved"] + eta)
+        if not finite[rows].all():
+            self._tell("failed")
+            bad = self.parameters()[rows[~finite[rows]][0]]
+            raise FloatingPointError(
+                f"{name_of(self.param_groups, bad)} is not finite, or too far from where it "
+                "began to be measured; nothing has moved: go back to the last checkpoint"
+            )
+        new = {"step": t, "counted": counted, "distance": r, "step_size": eta}
+        if len(rows) < len(t):  # who has no gradient stays as it is
+            here = np.isin(np.arange(len(t)), rows)
+            new = {name: np.where(here, value, run[name]) for name, value in new.items()}
+        for name, value in new.items():
+            self._run[name] = torch.from_numpy(value).to(self._run[name], non_blocking=True)
+        lr, weight_decay, sign = layout.options()
+        alpha, ceiling = lr * eta, np.where(run["ceiling"] > 0, run["ceiling"], 1)
+        decay = rules.decay_factor(weight_decay, alpha, layout.natural, ceiling)
+        return np.stack(
+            [alpha, lr * r, decay, rules.unit_weight(t), rules.average_weight(t), sign, t]
+        )
+
+    def _measure(self, layout: _Layout, lots: list[_Lot], sums: Tensor) -> None:
+        """Keep what this step has measured: the mean of (g / s)^2, and how far z has come."""
+        sizes, counts = layout.sizes_like(sums)
+        measured = {"mean_square": sums[0] / sizes, "moved": (sums[1] / counts).sqrt()}
+        if sum(len(lot.rows) for lot in lots) < len(sizes):
+            here = torch.zeros(len(sizes), dtype=torch.bool, device=sums.device)
+            for lot in lots:
+                here[torch.from_numpy(lot.rows).to(sums.device)] = True
+            measured = {k: torch.where(here, v, self._run[k]) for k, v in measured.items()}
+        self._run.update(measured)
+
+    def _start(self, lots: list[_Lot], layout: _Layout) -> None:
+        """Tensors that get their first gradient begin where they are."""
+        totals = Totals(1, layout.roster, self._run["step"])
+        begun = [
+            (lot, lot.rows[i], lot.items[i], lot.samples[i]) for lot in lots for i in lot.joining
+        ]
+        for lot, row, item, _ in begun:
+            totals.table(lot.process_groups, lot.device)[0, row] += square_norm(item.x)
+        start = np.sqrt(totals.sum()[0].cpu().numpy() / layout.sizes)
+        for _, row, _, _ in begun:
+            if not np.isfinite(start[row]):
+                self._tell("failed")
+                name = name_of(self.param_groups, self.parameters()[row])
+                raise FloatingPointError(f"{name} is not finite; nothing has moved")
+        ceiling = rules.distance_ceiling(start, layout.natural)
+        first = rules.first_distance(ceiling)
+        for lot, row, item, sample in begun:
+            self._run["ceiling"][row] = float(ceiling[row])
+            self._run["distance"][row] = float(first[row])
+            sample.keep_origin(item, lot.process_groups)
+            for master in item.buffers[3:]:
+                master.copy_(item.x)
+            item.state["joined"] = JOINED
+
+    def _probe(self, lots: list[_Lot], layout: _Layout) -> None:
+        totals = Totals(1, layout.roster, self._run["step"])
+        for lot in lots:
+            totals.table(lot.process_groups, lot.device)[0, lot.rows[0]] += lot.probe()
         if not bool(torch.isfinite(totals.sum()).all()):  # waits for the device
             self._tell("failed")
             raise FloatingPointError(
                 f"{blame(self.param_groups)}; nothing has moved: go on with another sample"
             )
+
+    def _laid_out(self, roster: Roster) -> _Layout:
+        if self._layout is None or self._layout.roster is not roster:
+            self._layout = _Layout(roster, len(self._run["step"]))
+        return self._layout
+
+    def _compare_with_saved(self, lots: list[_Lot]) -> None:
+        """Warn if the parameters are not where the loaded state has left them."""
+        self._trusted = self.generation
+        for lot in lots:
+            for i, (row, item) in enumerate(zip(lot.rows, lot.items)):
+                if i in lot.joining or lot.process_groups:
+                    continue
+                saved, found = float(self._run["moved"][row]), lot.samples[i].moved(item)
+                if abs(found - saved) > 1e-4 * max(saved, found):
+                    warnings.warn(
+                        f"{name_of(self.param_groups, self.parameters()[row])} is not where this "
+                        "state left it: load a model that was saved at the same moment, and in the "
+                        "same mode (opt.eval() or opt.train()), as the optimizer",
+                        stacklevel=4,
+                    )
+                    return
 
     # -- the average -----------------------------------------------------------------------------
 
@@ -167,33 +277,48 @@ class Untuned(BaseOptimizer):
         """Whether the parameters hold the average: `eval()` was called, and not `train()`."""
         return bool(self._run["averaged"])
 
+    @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters: call it before you validate or save a model.
 
-        BatchNorm's running statistics are those of the iterates; near the end of a run that
-        makes little difference. Without a step so far, or with `average=False`, the
-        parameters stay as they are. Calling it twice is calling it once.
+        BatchNorm's running statistics are those of the iterates: `recalibrate` takes them anew.
+        Without a step so far the parameters stay as they are. Calling it twice is calling it
+        once.
         """
-        if self._average is not None and not self.at_average:
-            self._average.eval((p, self.state[p]) for p in self.parameters())
-            self._run["averaged"] = 1
+        if self.at_average:
+            return
+        for p in self.parameters():
+            state = self.state[p]
+            if "lead" not in state:
+                continue
+            state["iterate"] = p.detach().clone()
+            if state["joined"] == JOINED:
+                y = state.get("master", p).detach()
+                lead = state["lead"].to(y.dtype)
+                p.copy_(torch.sub(y, lead, alpha=1 - INTERPOLATION))
+        self._run["averaged"] = 1
 
+    @torch.no_grad()
     def train(self) -> None:
         """Put the last iterate back, exactly, and go on."""
-        if self._average is not None:
-            self._average.train((p, self.state[p]) for p in self.parameters())
+        for p in self.parameters():
+            iterate: Tensor | None = self.state[p].pop("iterate", None)
+            if iterate is not None:
+                p.copy_(iterate)
         self._run["averaged"] = 0
 
     # -- what the base asks for ------------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        return {"rule": "Untuned", "scope": self._scope, "average": self._average is not None}
+        return {"rule": "Untuned", "state_dtype": str(self._state_dtype)}
 
     def _begin(self) -> State:
         return {"grad_evaluations": 0, "averaged": 0}
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        """What the base refuses is all there is to refuse."""
+        factor = group["factor"]
+        if not (isinstance(factor, (int, float)) and 0 <= factor < float("inf")):
+            raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
 
     def _check_saved(self, state_dict: State) -> None:
         entries, run = list(state_dict["state"].values()), run_of(state_dict)
@@ -209,71 +334,263 @@ class Untuned(BaseOptimizer):
             )
 
 
-class Average:
-    """The mean of the iterates over about the last tenth of a run, and its loan to them."""
-
-    def update(self, average: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Take the present iterate in."""
-        average.lerp_(x.to(average.dtype), weight.to(average))
-
-    @torch.no_grad()
-    def eval(self, params: Iterable[tuple[Tensor, State]]) -> None:
-        """Put the average into the parameters, and their iterate aside."""
-        for p, state in params:
-            if "average" in state:
-                state["iterate"] = p.detach().clone()
-                if state["joined"] == JOINED:
-                    p.copy_(state["average"])
-
-    @torch.no_grad()
-    def train(self, params: Iterable[tuple[Tensor, State]]) -> None:
-        """Put the iterate back."""
-        for p, state in params:
-            iterate: Tensor | None = state.pop("iterate", None)
-            if iterate is not None:
-                p.copy_(iterate)
+# -- tensors -------------------------------------------------------------------------------------
 
 
-# -- the passes over memory ----------------------------------------------------------------------
+class _Layout:
+    """The parameters as `Untuned` sees them: made anew only when the roster is.
 
-_G, _D, _MOVED, _START = range(4)  # the squared norms that a pass collects
-
-
-def _begin_here(bundle: Bundle) -> None:
-    """The parameters that join start where they are: x_1, and their average so far."""
-    for x, _, (_, _, *starts), _ in bundle.items:
-        for start in starts:
-            start.copy_(x)
-
-
-def _learn(bundle: Bundle, a: Tensor, b: Tensor, out: Tensor) -> None:
-    """Learn from g: d by a (g - d), and s as the root of (1 - b) s^2 + b g^2.
-
-    Adds |g|^2 and |d|^2 to `out`, and |x - x_1|^2, or |x_1|^2 of parameters that join.
+    Attributes:
+        roster: The trainable parameters.
+        sizes: The number of elements of each tensor, 1 where there is none.
+        natural: The natural scale of each.
     """
-    a, b = (weight.to(bundle.device, bundle.dtype) for weight in (a, b))
-    squares = SquareNorms(bundle, out)
-    for x, g_raw, d, s, origin, *_ in chunks(bundle):
-        g = gradient(bundle, x, g_raw)
-        g = torch.zeros_like(d) if g is None else g
-        d.lerp_(g, a)
-        torch.hypot(s * (1 - b).sqrt(), g * b.sqrt(), out=s)  # squares would leave float32
-        # As precise as d: the difference of two float16 can leave its range.
-        wide = x.to(bundle.dtype)
-        away = wide if bundle.joining else wide - origin
-        squares.add_all({_G: g, _D: d, _START if bundle.joining else _MOVED: away})
+
+    def __init__(self, roster: Roster, rows: int) -> None:
+        self.roster = roster
+        self.sizes, self._counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
+        self._groups: list[dict[str, Any] | None] = [None] * rows
+        self._samples: dict[int, _Sample] = {}
+        self._on_device: tuple[Tensor, Tensor] | None = None
+        for member in roster.members:
+            p, row = member.p, member.bucket
+            sample = self._samples[row] = _Sample(p)
+            self.sizes[row], self._counts[row] = max(sample.size, 1), max(sample.count, 1)
+            self.natural[row] = rules.natural_scale(p[0].numel() if p.ndim > 1 else p.numel())
+            self._groups[row] = member.group
+
+    def lots(self) -> list[_Lot]:
+        """The tensors that have a gradient, by what a pass must know of all of them."""
+        found: dict[Any, _Lot] = {}
+        for member, g, joining in self.roster.present():
+            if g is None:
+                continue  # no gradient, no step: tensors do not depend on one another
+            item = self.roster.item(member, g)
+            key = member.process_groups, item.x.device, item.x.dtype
+            if key not in found:
+                found[key] = _Lot(*key)
+            found[key].take(member, item, self._samples[member.bucket], joining=joining)
+        for lot in found.values():
+            lot.rows = np.array(lot.rows)
+        return list(found.values())
+
+    def options(self) -> tuple[Numbers, Numbers, Numbers]:
+        """Of each tensor: the factor on its steps, its weight decay, and -1 to maximize."""
+        of = {id(group): _options(group) for group in self._groups if group is not None}
+        rows = [(1.0, 0.0, 1.0) if group is None else of[id(group)] for group in self._groups]
+        lr, weight_decay, sign = np.array(rows).T
+        return lr, weight_decay, sign
+
+    def sizes_like(self, sums: Tensor) -> tuple[Tensor, Tensor]:
+        """The sizes, and how many coordinates the samples have."""
+        if self._on_device is None or self._on_device[0].device != sums.device:
+            sizes, counts = (torch.from_numpy(n).to(sums) for n in (self.sizes, self._counts))
+            self._on_device = sizes, counts
+        return self._on_device
 
 
-def _move(bundle: Bundle, eta: Tensor, average: Average | None, weight: Tensor) -> None:
-    """Move: x <- x - lr eta d / s, where 0/0 is 0."""
-    lr, decoupled = bundle.group["lr"], bundle.decoupled
-    if isinstance(lr, Tensor):
-        lr = lr.to(eta).reshape(())
-    alpha = (lr * eta).to(bundle.device, bundle.dtype)
-    for x, _, d, s, _, *mean in chunks(bundle):
-        step = d / s.clamp_min(torch.finfo(s.dtype).tiny)
-        if decoupled:
-            step.add_(x, alpha=decoupled)
-        x.sub_(step.mul_(alpha))  # half-precision x is rounded once, at the end
-        if average is not None:
-            average.update(mean[0], x, weight)
+def _options(group: dict[str, Any]) -> tuple[float, float, float]:
+    lr = float(group["lr"]) * float(group["factor"])
+    return lr, float(group["weight_decay"]), -1.0 if group["maximize"] else 1.0
+
+
+class _Sample:
+    """Every k-th coordinate of a tensor, counted over all processes that share it."""
+
+    def __init__(self, p: Tensor) -> None:
+        self.size = p.numel() * (2 if p.is_complex() else 1)
+        self.stride = rules.sample_stride(self.size)
+        self.count = -(-self.size // self.stride)
+        x = local(p)
+        self.regular = not is_dtensor(p) and x.is_contiguous()
+        if self.regular:
+            return
+        shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
+        held = [*held_indices(p), torch.arange(2)] if p.is_complex() else held_indices(p)
+        places = torch.arange(0, self.size, self.stride)
+        mine = torch.ones_like(places, dtype=torch.bool)
+        index = []
+        for coordinate, here, size in zip(torch.unravel_index(places, shape), held, shape):
+            at = torch.full((size,), -1).index_copy_(0, here, torch.arange(len(here)))
+            index.append(at[coordinate])
+            mine &= index[-1] >= 0
+        self._mine = mine.nonzero().reshape(-1).to(x.device)
+        self._index = tuple(i[mine].to(x.device) for i in index)
+
+    def of(self, t: Tensor) -> Tensor:
+        """The sampled coordinates of a local tensor that lie here."""
+        return t.view(-1)[:: self.stride] if self.regular else t[self._index]
+
+    def keep_origin(self, item: Item, process_groups: Groups) -> None:
+        """Remember where the tensor begins, in full on every process."""
+        origin = item.buffers[2]
+        if self.regular:
+            origin.copy_(self.of(item.x))
+            return
+        origin.zero_()
+        origin[self._mine] = self.of(item.x).to(origin.dtype)
+        for group in process_groups:
+            torch.distributed.all_reduce(origin, group=group)
+
+    def square_distance(self, item: Item) -> Tensor:
+        """|z - z_1|^2 over what lies here of the sample."""
+        y, lead = _in_full(*map(self.of, (item.x, *item.buffers[3:]))), self.of(item.buffers[0])
+        origin = item.buffers[2] if self.regular else item.buffers[2][self._mine]
+        z = torch.add(y, lead.to(y.dtype), alpha=INTERPOLATION)
+        return square_norm(z - origin)
+
+    def moved(self, item: Item) -> float:
+        """The distance of a tensor that is whole here."""
+        return float((self.square_distance(item) / max(self.count, 1)).sqrt())
+
+
+def _in_full(x: Tensor, master: Tensor | None = None) -> Tensor:
+    """y: the parameter, or its float32 master, where that still rounds to it."""
+    if master is None:
+        return x
+    return torch.where(master.to(x.dtype) == x, master, x.to(master.dtype))
+
+
+class _Lot:
+    """Tensors of one dtype and device, each with coefficients of its own."""
+
+    def __init__(self, process_groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
+        self.process_groups, self.device, self.dtype = process_groups, device, dtype
+        self.rows: Any = []
+        self.items: list[Item] = []
+        self.samples: list[_Sample] = []
+        self.joining: list[int] = []
+
+    def take(self, member: Member, item: Item, sample: _Sample, *, joining: bool) -> None:
+        """Add a tensor."""
+        if joining:
+            self.joining.append(len(self.items))
+        self.rows.append(member.bucket)
+        self.items.append(item)
+        self.samples.append(sample)
+
+    def probe(self) -> Tensor:
+        """0 if the gradients are finite, else nan."""
+        return finite_or_nan([item.g for item in self.items if item.g is not None], self.device)
+
+    def descend(self, table: Numbers, out: Tensor) -> None:
+        """One step of every tensor.
+
+        Args:
+            table: The coefficients of all tensors, by column.
+            out: A table with a column for each tensor, to which are added the sum of (g / s)^2 and
+                |z - z_1|^2 over the sample.
+        """
+        numbers = table if len(self.rows) == table.shape[1] else table[:, self.rows]
+        native = [suits_untuned(item) for item in self.items]
+        measured = [fits and sample.regular for fits, sample in zip(native, self.samples)]
+        if NATIVE is not None and any(native):
+            taken = [i for i, fits in enumerate(native) if fits]
+            sums = np.zeros((2, len(taken)))
+            NATIVE.untuned(
+                [self.items[i] for i in taken],
+                [self.samples[i].stride if measured[i] else 0 for i in taken],
+                numbers if len(taken) == len(native) else numbers[:, taken],
+                sums,
+            )
+            out[:, self.rows[taken]] += torch.from_numpy(sums)
+        rest = [i for i, fits in enumerate(native) if not fits]
+        for chunks in _lists(self.items, rest, self.device) if rest else ():
+            for (i, _, _), square in zip(chunks, _descend(chunks, numbers)):
+                out[0, self.rows[i]] += square
+        for i in (i for i, done in enumerate(measured) if not done):
+            out[1, self.rows[i]] += self.samples[i].square_distance(self.items[i])
+
+
+# -- one pass ------------------------------------------------------------------------------------
+
+_Chunk: TypeAlias = tuple[
+    int, int, tuple[Tensor, ...]
+]  # of tensor i, from an element on: x, g, ...
+
+
+def _lists(items: list[Item], which: list[int], device: torch.device) -> Iterator[list[_Chunk]]:
+    """Chunks to be handled together: as many as a large tensor has, or on the CPU one."""
+    found: list[_Chunk] = []
+    limit, size = CHUNK, 0
+    if device.type != "cpu":  # an operation for many tensors saves launches there
+        limit = max(CHUNK, max(items[i].x.numel() for i in which) // 4)
+    for i in which:
+        x, g, buffers, _ = items[i]
+        assert g is not None
+        tensors = (x, g, *buffers[:2], *buffers[3:])
+        start = 0
+        pieces = [tensors] if x.numel() <= limit else split(limit, *tensors)
+        for chunk in pieces:
+            if found and (device.type == "cpu" or size + chunk[0].numel() > limit):
+                yield found
+                found, size = [], 0
+            found.append((i, start, chunk))
+            start += chunk[0].numel()
+            size += chunk[0].numel()
+    if found:
+        yield found
+
+
+def _descend(chunks: list[_Chunk], numbers: Numbers) -> list[Tensor]:
+    """A step on chunks, and the sum of (g / s)^2 in each."""
+    at = numbers[:, [i for i, _, _ in chunks]]
+    alpha, limit, decay, w, c, sign, t = at
+    xs = [chunk[0] for _, _, chunk in chunks]
+    halves = len(chunks[0][2]) == 5
+    ys = (
+        [torch.where(m.to(x.dtype) == x, m, x.to(m.dtype)) for _, _, (x, _, _, _, m) in chunks]
+        if halves
+        else xs
+    )
+    wide = ys[0].dtype
+    gs = torch._foreach_mul([g.to(wide) for _, _, (_, g, *_) in chunks], sign.tolist())
+    leads, units = ([chunk[k].to(wide) for _, _, chunk in chunks] for k in (2, 3))
+    # s: the root is stored, not the square: 1e-20 and 1e20 have none in float32. torch has no
+    # such operation for many tensors.
+    olds = torch._foreach_mul(units, np.sqrt(1 - w).tolist())
+    news = torch._foreach_mul(gs, np.sqrt(w).tolist())
+    units = [torch.hypot(old, new) for old, new in zip(olds, news)]
+    us = torch._foreach_div(gs, torch._foreach_clamp_min(units, torch.finfo(wide).tiny))
+    squares = [square_norm(u) for u in us]
+    torch._foreach_mul_(us, alpha.tolist())
+    torch._foreach_clamp_min_(us, (-limit).tolist())
+    torch._foreach_clamp_max_(us, limit.tolist())
+    if decay.any():
+        zs = torch._foreach_add(ys, leads, alpha=INTERPOLATION)
+        torch._foreach_add_(us, torch._foreach_mul(zs, decay.tolist()))
+    ms = torch._foreach_sub(leads, us)
+    b = INTERPOLATION
+    moves = torch._foreach_mul(ms, (c + (1 - b) * (1 - c)).tolist())
+    torch._foreach_sub_(moves, leads, alpha=1 - b)
+    ys = list(torch._foreach_add(ys, moves))
+    leads = list(torch._foreach_mul(ms, (1 - c).tolist()))
+    for k, (_, start, chunk) in enumerate(chunks):
+        x, _, lead, unit, *master = chunk
+        x.copy_(ys[k])  # half-precision x is rounded once, at the end
+        for m in master:
+            m.copy_(ys[k])
+        for which, (new, kept) in enumerate(((leads[k], lead), (units[k], unit))):
+            rounds = kept.dtype != wide
+            kept.copy_(_rounded_at_random(new, int(t[k]), start, which) if rounds else new)
+    return squares
+
+
+def _rounded_at_random(v: Tensor, t: int, start: int, which: int) -> Tensor:
+    """V in bfloat16, up or down with the odds that make it right in the mean.
+
+    The odds are drawn from the step and the place of the element, and from no stream: a run that
+    is resumed goes on as it would have, and the user's random numbers are left alone.
+    """
+    key = _mixed(torch.tensor(2 * t + which))
+    place = torch.arange(start, start + v.numel(), device=v.device).reshape(v.shape)
+    odds = _mixed(_mixed(place & 0xFFFFFFFF) ^ key.to(v.device)) & 0xFFFF
+    bits = v.float().view(torch.int32).to(torch.int64)
+    return ((bits + odds) & ~0xFFFF).to(torch.int32).view(torch.float32).to(torch.bfloat16)
+
+
+def _mixed(n: Tensor) -> Tensor:
+    """Scatter 32 bits: neighbours come out far apart."""
+    n = ((n ^ (n >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    n = ((n ^ (n >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return n ^ (n >> 15)

@@ -21,7 +21,7 @@ from stormplus.rules import SCOPES, check_choice
 from stormplus.torch.core import state as states
 from stormplus.torch.core.random import is_expanded
 from stormplus.torch.core.sharding import check_whole
-from stormplus.torch.core.state import FORMAT, WAITING, State
+from stormplus.torch.core.state import FORMAT, WAITING, Buffers, State
 from stormplus.torch.core.tensors import Roster
 
 
@@ -39,14 +39,14 @@ class BaseOptimizer(Optimizer, ABC):
     _numbers: ClassVar[Mapping[str, float]]  # the run's, one entry a bucket, and how they begin
     _shown: ClassVar[tuple[str, ...]]  # those that `diagnostics` reports
     _kept: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has beside its state
-    _lent: ClassVar[Mapping[str, bool]] = {}  # buffers that are there for a while only
+    _lent: ClassVar[Buffers] = {}  # buffers that are there for a while only
 
     def __init__(
         self,
         params: Any,
         defaults: dict[str, Any],
         *,
-        buffers: Mapping[str, bool],  # by name, and whether they are wider than half precision
+        buffers: Buffers,  # by name
         scope: str,
         check_finite: bool,
     ) -> None:
@@ -174,8 +174,8 @@ class BaseOptimizer(Optimizer, ABC):
             raise
         for p in group["params"]:
             self.state[p] = {"joined": WAITING}
-            for name, wide in self._buffers.items() if p.requires_grad else ():
-                states.make_buffer(p, self.state[p], name, wide=wide)
+            for name, buffer in self._buffers.items() if p.requires_grad else ():
+                buffer.place(p, self.state[p], name)
         self._known = None
         if self.parameters():
             self._make_room()

@@ -26,6 +26,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -191,6 +193,32 @@ class SquareNorms:
         """As `add`, by row."""
         for row, chunk in tensors.items():
             self.add(row, chunk)
+
+
+def square_norm(t: Tensor) -> Tensor:
+    """|t|^2 in float64 where the device has it."""
+    wide = torch.float32 if t.device.type == "mps" else torch.float64
+    pieces = torch.split(t.reshape(-1), CHUNK)
+    return torch.stack(
+        [torch.linalg.vector_norm(piece, dtype=wide).square() for piece in pieces]
+    ).sum()
+
+
+def finite_or_nan(tensors: list[Tensor], device: torch.device) -> Tensor:
+    """0 if all numbers are finite, else nan."""
+    tensors = [t for t in tensors if t.numel() > 0]
+    if not tensors:
+        return torch.zeros((), device=device)
+    if device.type != "cpu":  # nan is the largest of all
+        return (torch.stack(torch._foreach_norm(tensors, math.inf)) * 0).sum()
+    if NATIVE is not None and not torch._C._len_torch_dispatch_stack():
+        dense = [t for t in tensors if t.dtype in _NATIVE_NAMES and flat_views(t) is not None]
+        if not NATIVE.finite(dense):
+            return torch.tensor(math.nan)
+        if len(dense) == len(tensors):
+            return torch.zeros(())
+    bad = [t for t in tensors if not math.isfinite(t.sum().item())]
+    return torch.stack([(t * 0).sum().float() for t in bad]).sum() if bad else torch.zeros(())
 
 
 def finite_part(g: Tensor) -> Tensor:
@@ -394,14 +422,52 @@ class Native:
         out += torch.tensor(list(sums), dtype=out.dtype)
         PLAIN.estimate(rest, keep, out, first=first, guard=guard)
 
+    def finite(self, tensors: list[Tensor]) -> bool:
+        """Whether all numbers are; the tensors are dense and of one dtype."""
+        return self._run("probe", tensors, _pointers(tensors)) == 0
+
+    def untuned(
+        self,
+        items: list[Item],
+        strides: list[int],
+        numbers: npt.NDArray[np.float64],
+        out: npt.NDArray[np.float64],
+    ) -> None:
+        """One step of `Untuned`: the whole of it, on tensors that `suits_untuned` has approved.
+
+        Args:
+            items: The tensors.
+            strides: Every how many elements the distance is measured; 0 for not at all.
+            numbers: The coefficients, a column for each tensor.
+            out: Two sums for each tensor.
+        """
+        streams: list[Sequence[Tensor | None]] = [[item.x for item in items]]
+        streams.append([item.g for item in items])
+        streams += [[item.buffers[k] for item in items] for k in range(3)]
+        streams.append([item.buffers[3] if len(item.buffers) > 3 else None for item in items])
+        kind = "_bf16" if items[0].buffers[0].dtype == torch.bfloat16 else ""
+        self._run(
+            f"untuned{kind}",
+            streams[0],
+            *map(_pointers, streams),
+            (ctypes.c_int64 * len(items))(*strides),
+            np.ascontiguousarray(numbers).ctypes.data_as(ctypes.c_void_p),
+            out.ctypes.data_as(ctypes.c_void_p),
+        )
+        torch.autograd.graph.increment_version([item.x for item in items])
+
     def _call(self, name: str, bundle: Bundle, *arguments: Any) -> int:
-        if not bundle.items:
+        return self._run(name, [item.x for item in bundle.items], *arguments)
+
+    def _run(self, name: str, tensors: Sequence[Tensor | None], *arguments: Any) -> int:
+        """Call a function of the library, by the dtype of the tensors, with their sizes."""
+        if not tensors:
             return 0
-        items = bundle.items
-        function = self._library[f"stormplus_{name}_{_NATIVE_NAMES[items[0].x.dtype]}"]
-        sizes = (ctypes.c_int64 * len(items))(*[item.x.numel() for item in items])
+        assert tensors[0] is not None
+        function = self._library[f"stormplus_{name}_{_NATIVE_NAMES[tensors[0].dtype]}"]
+        sizes = (ctypes.c_int64 * len(tensors))(*[t.numel() for t in tensors if t is not None])
         threads = torch.get_num_threads()
-        found: int = function(ctypes.c_int64(len(items)), sizes, *arguments, threads)
+        found: int = function(ctypes.c_int64(len(tensors)), sizes, *arguments, threads)
         if found < 0:
             raise MemoryError("the native passes found no memory for their lists")
         return found
@@ -412,6 +478,21 @@ def _suits_native(bundle: Bundle) -> bool:
     return (
         bundle.device.type == "cpu"
         and bundle.items[0].x.dtype in _NATIVE_NAMES
+        and not torch._C._len_torch_dispatch_stack()
+    )
+
+
+def suits_untuned(item: Item) -> bool:
+    """Whether the native pass of `Untuned` can take a tensor."""
+    x, g, buffers, _ = item
+    return (
+        NATIVE is not None
+        and x.device.type == "cpu"
+        and x.dtype in _NATIVE_NAMES
+        and (x.dtype != torch.float64 or buffers[0].dtype == torch.float64)
+        and g is not None
+        and g.dtype == x.dtype
+        and flat_views(x, g, *buffers[:2], *buffers[3:]) is not None
         and not torch._C._len_torch_dispatch_stack()
     )
 

@@ -1,4 +1,4 @@
-/* The passes of the paired optimizers over all tensors of a bundle, in one call each.
+/* The passes of the optimizers over all tensors of a bundle, in one call each.
 
    Plain C without Python or torch: kernels.py hands over pointers. A pass cuts the tensors into
    chunks, and the threads share the chunks. Squared norms are summed within a chunk and then in the
@@ -232,3 +232,143 @@ ENTRIES(f32, float, float, uint32_t)
 ENTRIES(f64, double, double, uint64_t)
 ENTRIES(bf16, bf16, float, uint16_t)
 ENTRIES(f16, f16, float, uint16_t)
+
+/* -- Untuned: the whole step in one pass -------------------------------------------------------- */
+
+/* Scatters 32 bits: neighbours come out far apart. As `_mixed` in untuned.py. */
+static inline uint32_t mixed(uint32_t n) {
+    n = (n ^ (n >> 16)) * 0x21F0AAADu;
+    n = (n ^ (n >> 15)) * 0x735A2D97u;
+    return n ^ (n >> 15);
+}
+
+/* Up or down with the odds that make it right in the mean. */
+static inline bf16 store_at_random(float value, uint32_t place, uint32_t key) {
+    bf16 out = {(uint16_t)((to_bits(value) + (mixed(mixed(place) ^ key) & 0xFFFF)) >> 16)};
+    return out;
+}
+
+#define STORE_STATE(v, place, key) (v)
+
+/* The parameter in full precision; a master that is no longer the same gives way to it. */
+#define Y_SAME(y, x, LOAD, STORE) LOAD(x)
+#define Y_MASTER(y, x, LOAD, STORE) (STORE(y).bits == (x).bits ? (y) : LOAD(x))
+
+typedef struct {
+    double alpha, limit, decay, w, c, sign, t;
+} Step;
+
+/* `numbers` has a row for each field. */
+static inline Step step_of(const double *numbers, int64_t count, int64_t i) {
+    Step step;
+    double *fields[] = {&step.alpha, &step.limit, &step.decay, &step.w, &step.c, &step.sign, &step.t};
+    for (int k = 0; k < 7; k++) *fields[k] = numbers[k * count + i];
+    return step;
+}
+
+#define B 0.9 /* INTERPOLATION in rules.py */
+
+/* W is the dtype of the arithmetic, S that of the buffers. In double the square of every float32
+   is safe. */
+#define UNTUNED(NAME, X, W, S, LOAD, STORE, LOAD_S, STORE_S, Y, MASTERED)                          \
+    INLINE double untuned_loop_##NAME(X *restrict x, const X *restrict g, S *restrict lead,        \
+                                      S *restrict unit, W *restrict master, int64_t n, Step step,  \
+                                      int64_t start, int decays) {                                 \
+        const W alpha = (W)step.alpha, limit = (W)step.limit, decay = (W)step.decay;               \
+        const W keep = (W)(1 - step.c), ahead = (W)(step.c + (1 - B) * (1 - step.c));              \
+        const uint32_t key = mixed((uint32_t)(2 * (uint64_t)step.t));                              \
+        const uint32_t other = mixed((uint32_t)(2 * (uint64_t)step.t + 1));                        \
+        double u_sq = 0;                                                                           \
+        _Pragma("omp simd reduction(+ : u_sq)") for (int64_t i = 0; i < n; i++) {                  \
+            uint32_t place = (uint32_t)(start + i);                                                \
+            (void)place, (void)key, (void)other;                                                   \
+            double grad = step.sign * (double)LOAD(g[i]), old = (double)LOAD_S(unit[i]);           \
+            double s = __builtin_sqrt((1 - step.w) * (old * old) + step.w * (grad * grad));        \
+            double u = s > 0 ? grad / s : 0;                                                       \
+            u_sq += u * u;                                                                         \
+            W y = MASTERED ? Y(master[i], x[i], LOAD, STORE) : LOAD(x[i]);                         \
+            W e = LOAD_S(lead[i]), move = (W)u * alpha;                                            \
+            move = move > limit ? limit : move < -limit ? -limit : move;                           \
+            if (decays) move += decay * (y + (W)B * e);                                            \
+            W m = e - move;                                                                        \
+            y += ahead * m - (W)(1 - B) * e;                                                       \
+            x[i] = STORE(y);                                                                       \
+            if (MASTERED) master[i] = y;                                                           \
+            lead[i] = STORE_S(keep * m, place, key);                                               \
+            unit[i] = STORE_S((W)s, place, other);                                                 \
+        }                                                                                          \
+        return u_sq;                                                                               \
+    }                                                                                              \
+                                                                                                   \
+    CLONES static double untuned_##NAME(X *x, const X *g, S *lead, S *unit, W *master, int64_t n,  \
+                                        Step step, int64_t start) {                                \
+        if (step.decay != 0)                                                                       \
+            return untuned_loop_##NAME(x, g, lead, unit, master, n, step, start, 1);               \
+        return untuned_loop_##NAME(x, g, lead, unit, master, n, step, start, 0);                   \
+    }                                                                                              \
+                                                                                                   \
+    /* |z - z_1|^2 over every stride-th element, while the chunk is in the cache. */               \
+    static double untuned_moved_##NAME(const X *x, const S *lead, const W *master,                 \
+                                       const W *origin, int64_t n, int64_t start,                  \
+                                       int64_t stride) {                                           \
+        double moved = 0;                                                                          \
+        if (stride == 0) return 0;                                                                 \
+        for (int64_t k = (start + stride - 1) / stride; k * stride < start + n; k++) {             \
+            int64_t i = k * stride - start;                                                        \
+            W y = MASTERED ? master[i] : LOAD(x[i]);                                               \
+            double away = (double)(y + (W)B * LOAD_S(lead[i])) - (double)origin[k];                \
+            moved += away * away;                                                                  \
+        }                                                                                          \
+        return moved;                                                                              \
+    }
+
+UNTUNED(f32, float, float, float, LOAD_SAME, STORE_SAME, LOAD_SAME, STORE_STATE, Y_SAME, 0)
+UNTUNED(f64, double, double, double, LOAD_SAME, STORE_SAME, LOAD_SAME, STORE_STATE, Y_SAME, 0)
+UNTUNED(bf16, bf16, float, float, load_bf16, store_bf16, LOAD_SAME, STORE_STATE, Y_MASTER, 1)
+UNTUNED(f16, f16, float, float, load_f16, store_f16, LOAD_SAME, STORE_STATE, Y_MASTER, 1)
+UNTUNED(bf16_f32, float, float, bf16, LOAD_SAME, STORE_SAME, load_bf16, store_at_random, Y_SAME, 0)
+UNTUNED(bf16_bf16, bf16, float, bf16, load_bf16, store_bf16, load_bf16, store_at_random, Y_MASTER, 1)
+UNTUNED(bf16_f16, f16, float, bf16, load_f16, store_f16, load_bf16, store_at_random, Y_MASTER, 1)
+
+/* `out` has two rows: the sums of (g / s)^2 and of |z - z_1|^2, added in the order of the chunks,
+   whatever the number of threads. */
+#define UNTUNED_ENTRY(NAME, X, W, S)                                                               \
+    int stormplus_untuned_##NAME(int64_t count, const int64_t *sizes, void **x, void **g,          \
+                                 void **lead, void **unit, void **origin, void **master,           \
+                                 const int64_t *strides, const double *numbers, double *out,       \
+                                 int threads) {                                                    \
+        int64_t total = 0;                                                                         \
+        for (int64_t i = 0; i < count; i++) total += (sizes[i] + CHUNK - 1) / CHUNK;               \
+        double *parts = calloc((size_t)(2 * total + 1), sizeof *parts);                            \
+        int64_t *owner = malloc((size_t)(total + 1) * sizeof *owner);                              \
+        if (parts == NULL || owner == NULL) {                                                      \
+            free(parts);                                                                           \
+            free(owner);                                                                           \
+            return -1;                                                                             \
+        }                                                                                          \
+        FOR_CHUNKS(free(parts); free(owner), {                                                     \
+            Step step = step_of(numbers, count, i);                                                \
+            W *wide = AT(W, master);                                                               \
+            owner[chunk] = i;                                                                      \
+            parts[2 * chunk] = untuned_##NAME(AT(X, x), AT(const X, g), AT(S, lead), AT(S, unit),  \
+                                              wide, n, step, start);                               \
+            parts[2 * chunk + 1] = untuned_moved_##NAME(                                           \
+                AT(const X, x), AT(const S, lead), wide, (const W *)origin[i], n, start,           \
+                strides[i]);                                                                       \
+        })                                                                                         \
+        for (int64_t k = 0; k < total; k++) {                                                      \
+            out[owner[k]] += parts[2 * k];                                                         \
+            out[count + owner[k]] += parts[2 * k + 1];                                             \
+        }                                                                                          \
+        free(parts);                                                                               \
+        free(owner);                                                                               \
+        return 0;                                                                                  \
+    }
+
+UNTUNED_ENTRY(f32, float, float, float)
+UNTUNED_ENTRY(f64, double, double, double)
+UNTUNED_ENTRY(bf16, bf16, float, float)
+UNTUNED_ENTRY(f16, f16, float, float)
+UNTUNED_ENTRY(bf16_f32, float, float, bf16)
+UNTUNED_ENTRY(bf16_bf16, bf16, float, bf16)
+UNTUNED_ENTRY(bf16_f16, f16, float, bf16)

@@ -70,6 +70,29 @@ def norm_groups(p: Tensor) -> Groups:
     )
 
 
+def held_indices(p: Tensor) -> list[Tensor]:
+    """Which indices of each dimension of p lie on this process."""
+    held = [torch.arange(size) for size in p.shape]
+    if not is_dtensor(p):
+        return held
+    mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
+    at = mesh.get_coordinate()
+    # FSDP over tensor parallelism cuts last what its strided shard names first.
+    order = sorted(range(len(placements)), key=lambda i: hasattr(placements[i], "split_factor"))
+    for i in order:
+        if not placements[i].is_replicate():
+            dim = placements[i].dim
+            parts = torch.chunk(held[dim], mesh.size(i))
+            held[dim] = parts[at[i]] if at is not None and at[i] < len(parts) else held[dim][:0]
+    found, here = tuple(map(len, held)), tuple(p.to_local().shape)  # type: ignore[attr-defined]
+    if found != here and 0 not in found:
+        raise RuntimeError(
+            f"a parameter with placements {placements} has a part of shape {here} here, where "
+            f"{found} was expected: shard it evenly, or with torch's own placements"
+        )
+    return held
+
+
 def sum_over_processes(shares: dict[Groups, Tensor]) -> Tensor:
     """The sum of all shares, each added up over its process groups.
 

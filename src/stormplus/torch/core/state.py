@@ -15,10 +15,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from stormplus.rules import sample_stride
 
 State = dict[str, Any]
 
@@ -44,16 +47,52 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
-def make_buffer(p: Tensor, state: State, name: str, *, wide: bool) -> Tensor:
-    """A buffer of p, made or brought to where p is now (unfrozen, or moved by `.to()`)."""
-    dtype = wide_dtype(p.dtype) if wide else p.dtype
-    buffer: Tensor | None = state.get(name)
-    if buffer is None:
-        buffer = torch.zeros_like(p, dtype=dtype, requires_grad=False)
-    elif buffer.device != p.device or buffer.dtype != dtype:
-        buffer = buffer.to(p.device, dtype)
-    state[name] = buffer
-    return buffer
+@dataclass(frozen=True)
+class Buffer:
+    """What kind of tensor a parameter has in its state, under one name.
+
+    Attributes:
+        wide: As precise as the parameter, or float32 if that is in half precision.
+        dtype: Instead, this one.
+        half_only: Only parameters in half precision have it.
+        sampled: It has one element for each sampled coordinate (`rules.sample_stride`), the same
+            on every process, instead of one for each element.
+    """
+
+    wide: bool = True
+    dtype: torch.dtype | None = None
+    half_only: bool = False
+    sampled: bool = False
+
+    def dtype_for(self, p: Tensor) -> torch.dtype:
+        """Of this buffer of p."""
+        return self.dtype or (wide_dtype(p.dtype) if self.wide else p.dtype)
+
+    def shape_for(self, p: Tensor) -> tuple[int, ...]:
+        """Of this buffer of p."""
+        if not self.sampled:
+            return tuple(p.shape)
+        size = p.numel() * (2 if p.is_complex() else 1)
+        return (-(-size // sample_stride(size)),)
+
+    def place(self, p: Tensor, state: State, name: str) -> None:
+        """Make it, or bring it to where p is now (unfrozen, or moved by `.to()`)."""
+        if self.half_only and wide_dtype(p.dtype) == p.dtype:
+            state.pop(name, None)
+            return
+        buffer: Tensor | None = state.get(name)
+        dtype = self.dtype_for(p)
+        if buffer is not None:
+            if buffer.device != p.device or buffer.dtype != dtype:
+                state[name] = buffer.to(p.device, dtype)
+        elif self.sampled:
+            real = dtype.to_real() if dtype.is_complex else dtype
+            state[name] = torch.zeros(self.shape_for(p), dtype=real, device=p.device)
+        else:
+            state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
+
+
+Buffers = Mapping[str, Buffer]
 
 
 def encoded(identity: Mapping[str, Any]) -> Tensor:
@@ -128,12 +167,12 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
         )
 
 
-def check_shapes(state_dict: State, params: list[Tensor], buffers: Mapping[str, bool]) -> None:
+def check_shapes(state_dict: State, params: list[Tensor], buffers: Buffers) -> None:
     """Refuse buffers that are of another model."""
     for i, p in zip(ids(state_dict), params):
         entry = state_dict["state"].get(i, {})
         for name in buffers.keys() & entry.keys():
-            if entry[name].shape != p.shape:
+            if tuple(entry[name].shape) != buffers[name].shape_for(p):
                 raise ValueError(
                     f"the state of parameter {i} has the shape {tuple(entry[name].shape)}, the "
                     f"parameter {tuple(p.shape)}: load it with the model that it was saved with"
@@ -151,12 +190,11 @@ def check_groups(state_dict: State, defaults: Mapping[str, Any]) -> None:
             )
 
 
-def restored(entry: State, p: Tensor, buffers: Mapping[str, bool]) -> State:
+def restored(entry: State, p: Tensor, buffers: Buffers) -> State:
     """A parameter's own part of a saved entry, as it was: torch has cast it to p's dtype."""
     state: State = {"joined": WAITING} | {k: v for k, v in entry.items() if k != "run"}
     for name, value in state.items():
         if isinstance(value, Tensor):
-            wide = buffers.get(name)
-            dtype = value.dtype if wide is None else wide_dtype(p.dtype) if wide else p.dtype
+            dtype = buffers[name].dtype_for(p) if name in buffers else value.dtype
             state[name] = value.to(p.device, dtype, copy=True)
     return state

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -20,7 +20,7 @@ from stormplus.torch.core.sharding import (
     norm_groups,
     sum_over_processes,
 )
-from stormplus.torch.core.state import FROZEN, JOINED, State, make_buffer
+from stormplus.torch.core.state import FROZEN, JOINED, Buffers, State
 
 _requires_grad = attrgetter("requires_grad")
 _PLAIN = (Tensor, nn.Parameter)  # neither sharded nor of another kind
@@ -52,7 +52,9 @@ class Bundle:
     items: list[Item]
 
 
-class _Member(NamedTuple):
+class Member(NamedTuple):
+    """A trainable parameter, and where it belongs."""
+
     p: Tensor
     group: dict[str, Any]
     place: int  # of the group
@@ -60,7 +62,7 @@ class _Member(NamedTuple):
     process_groups: Groups
 
 
-def _kind(member: _Member) -> tuple[torch.device, torch.dtype, torch.Size]:
+def _kind(member: Member) -> tuple[torch.device, torch.dtype, torch.Size]:
     return member.p.device, member.p.dtype, member.p.shape
 
 
@@ -75,7 +77,8 @@ class Roster:
     """The trainable parameters of an optimizer: made anew only when something has changed.
 
     Attributes:
-        params: The parameters.
+        members: The parameters, and where they belong.
+        params: The parameters alone.
         devices: Where all parameters are, trainable or not.
         sizes: The number of trainable elements in each bucket.
         process_groups: All that norms are summed over, in the same order on every rank.
@@ -86,13 +89,13 @@ class Roster:
         groups: list[dict[str, Any]],
         states: dict[Tensor, State],
         scope: str,
-        buffers: Mapping[str, bool],
+        buffers: Buffers,
     ) -> None:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
         self._frozen = [p for p in everyone if not p.requires_grad]
         self._states, self._buffers = states, buffers
-        self._members: list[_Member] = []
+        self.members: list[Member] = []
         self.params = [p for p in everyone if p.requires_grad]
         self.devices = list(dict.fromkeys(p.device for p in everyone))
         buckets = {"global": 1, "group": len(groups), "tensor": len(everyone)}[scope]
@@ -111,10 +114,10 @@ class Roster:
             shards = norm_groups(p)
             if shards not in self.process_groups:
                 self.process_groups.append(shards)
-            for name, wide in buffers.items():
-                make_buffer(p, state, name, wide=wide)
-            self._members.append(_Member(p, groups[i], i, bucket, shards))
-        self._where = list(map(_kind, self._members))
+            for name, buffer in buffers.items():
+                buffer.place(p, state, name)
+            self.members.append(Member(p, groups[i], i, bucket, shards))
+        self._where = list(map(_kind, self.members))
 
     def describes(self, groups: list[dict[str, Any]]) -> bool:
         """Whether these are the same parameters, as they were, and the same of them trainable."""
@@ -133,7 +136,7 @@ class Roster:
     def holds(self) -> bool:
         """Whether the trainable parameters are so still, and as they were."""
         return (
-            all(map(_requires_grad, self.params)) and list(map(_kind, self._members)) == self._where
+            all(map(_requires_grad, self.params)) and list(map(_kind, self.members)) == self._where
         )
 
     def sizes_like(self, numbers: Tensor) -> Tensor:
@@ -142,18 +145,17 @@ class Roster:
         sizes += [1] * (len(numbers) - len(sizes))
         return torch.tensor(sizes).to(numbers, non_blocking=True)
 
-    def bundles(self) -> list[Bundle]:
-        """Sort the parameters; what cannot be handled is refused before any move."""
-        found: dict[Any, Bundle] = {}
-        for member in self._members:
+    def present(self) -> Iterator[tuple[Member, Tensor | None, bool]]:
+        """Who takes part: a parameter, its gradient, and whether it is the first one.
+
+        Who has had no gradient so far waits. What cannot be handled is refused.
+        """
+        for member in self.members:
             p, g = member.p, member.p.grad
-            state = self._states[p]
-            joining = state["joined"] != JOINED
-            if joining and g is not None and state["joined"] == FROZEN and not bool(g.any()):
+            joined = self._states[p]["joined"]
+            if joined == FROZEN and g is not None and not bool(g.any()):
                 g = None  # zeros left from before it was frozen say nothing
-            # Beyond the paper: who has no gradient yet waits, and takes d = g at the first one;
-            # from then on a missing gradient is a zero gradient.
-            if g is None and joining:
+            if g is None and joined != JOINED:
                 continue
             if g is not None and g.layout != torch.strided:
                 name = name_of([group for group, _ in self._groups], p)
@@ -161,28 +163,44 @@ class Roster:
                     f"the gradient of {name} is sparse ({g.layout}), which is not supported: make "
                     "it dense, for example with nn.Embedding(..., sparse=False)"
                 )
-            buffers = tuple([_local(state[name]) for name in self._buffers])
-            x = _local(p)
-            key = (member.place, member.bucket, member.process_groups, joining, g is None, x.device)
-            if (*key, x.dtype) not in found:
+            if g is not None:
+                g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
+            yield member, g, joined != JOINED
+
+    def item(self, member: Member, g: Tensor | None) -> Item:
+        """A parameter as a pass sees it."""
+        state = self._states[member.p]
+        buffers = tuple([_local(state[name]) for name in self._buffers if name in state])
+        return Item(_local(member.p), g, buffers, state)
+
+    def bundles(self) -> list[Bundle]:
+        """Sort the parameters by what they share."""
+        found: dict[Any, Bundle] = {}
+        for member, g, joining in self.present():
+            # Beyond the paper: who has no gradient yet waits, and takes d = g at the first one;
+            # from then on a missing gradient is a zero gradient.
+            item = self.item(member, g)
+            key = (
+                *(member.place, member.bucket, member.process_groups, joining, g is None),
+                *(item.x.device, item.x.dtype),
+            )
+            if key not in found:
                 group = member.group
                 decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
-                found[*key, x.dtype] = Bundle(
+                found[key] = Bundle(
                     group=group,
                     bucket=member.bucket,
                     process_groups=member.process_groups,
                     joining=joining,
                     has_grad=g is not None,
-                    device=x.device,
-                    dtype=buffers[0].dtype,
+                    device=item.x.device,
+                    dtype=item.buffers[0].dtype,
                     sign=-1.0 if group["maximize"] else 1.0,
                     l2=0.0 if decoupled else decay,
                     decoupled=decay if decoupled else 0.0,
                     items=[],
                 )
-            if g is not None:
-                g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
-            found[*key, x.dtype].items.append(Item(x, g, buffers, state))
+            found[key].items.append(item)
         return list(found.values())
 
 
@@ -200,12 +218,16 @@ class Totals:
 
     def room(self, bundle: Bundle) -> Tensor:
         """Where a bundle's numbers are added: one entry a row, on the bundle's device."""
-        if not bundle.process_groups and bundle.device == self._whole.device:
-            return self._whole[:, bundle.bucket]
-        key = bundle.process_groups, bundle.device
+        return self.table(bundle.process_groups, bundle.device)[:, bundle.bucket]
+
+    def table(self, process_groups: Groups, device: torch.device) -> Tensor:
+        """Where the numbers of tensors on a device are added that these processes share."""
+        if not process_groups and device == self._whole.device:
+            return self._whole
+        key = process_groups, device
         if key not in self._parts:
-            self._parts[key] = torch.zeros_like(self._whole, device=bundle.device)
-        return self._parts[key][:, bundle.bucket]
+            self._parts[key] = torch.zeros_like(self._whole, device=device)
+        return self._parts[key]
 
     def sum(self) -> Tensor:
         """All of it. Every rank must call this, also one whose shards are empty."""
