@@ -28,6 +28,12 @@ NORMS = ("raw", "mean")  # what |.|^2 means: the paper's, or divided by the numb
 SCOPES = ("global", "group", "tensor")  # which parameters make a bucket: they share their sums
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
     """The rounded sum, and exactly what rounding has kept out of it (Knuth's TwoSum)."""
     value = left + right
@@ -153,8 +159,7 @@ def make_rule(method: str, **options: float) -> Rule:
         method: "storm+", "simplified-storm+" or "storm".
         **options: For "storm": `theta`, `w`, `c`, `smoothness`.
     """
-    if method not in _RULES:
-        raise ValueError(f"method must be one of {', '.join(_RULES)}, got {method!r}")
+    check_choice("method", method, tuple(_RULES))
     known = {field.name for field in fields(_RULES[method])}
     unknown = sorted(set(options) - known)
     if unknown:

@@ -1,6 +1,7 @@
 """What every torch optimizer of the package does alike: one table, one property after another."""
 
 import copy
+import inspect
 import pickle
 import re
 import sys
@@ -528,7 +529,7 @@ REFUSED = [
     ({"lr": -1.0}, ValueError, "lr must be a finite number, at least 0, got -1.0"),
     ({"lr": float("nan")}, ValueError, "lr must be a finite number, at least 0, got nan"),
     ({"lr": "fast"}, ValueError, "lr must be a finite number, at least 0, got 'fast'"),
-    ({"lr": torch.ones(2)}, ValueError, r"must have one element, got the shape \(2,\)"),
+    ({"lr": torch.ones(2)}, ValueError, r"Tensor lr must be 1-element, got the shape \(2,\)"),
     ({"weight_decay": -0.1}, ValueError, "weight_decay must be a finite number, at least 0, got"),
     ({"weight_decay": torch.ones(())}, ValueError, "weight_decay must be a finite number"),
     ({"scope": "layer"}, ValueError, "scope must be one of global, group, tensor, got 'layer'"),
@@ -539,7 +540,7 @@ REFUSED = [
     ({"params": [{"params": []}]}, ValueError, "no parameter in them"),
     ({"params": [{"params": P, "lr": -2.0}]}, ValueError, "got -2.0"),
     ({"params": [torch.ones(2, dtype=torch.long)]}, TypeError, "got torch.int64"),
-    ({"momentum": 0.9}, TypeError, "momentum"),
+    ({"weight_decoy": 0.9}, TypeError, "argument 'weight_decoy'; the nearest .* weight_decay[.]"),
 ]
 
 
@@ -552,6 +553,21 @@ def test_bad_arguments(case, options, error, message):
         message = re.sub(r"^lr|^must have one element.*", "factor", message)
     with pytest.raises(error, match=message):
         case(**{"params": P} | options)
+
+
+@every
+def test_a_wrong_call_is_told_by_the_name_that_the_user_wrote(case):
+    name = case.cls.__name__
+    with pytest.raises(TypeError, match=rf"^{name} .*'momentum'; the nearest .*It takes params, "):
+        case(P, momentum=0.9)
+    with pytest.raises(TypeError, match=f"^{name} missing a required argument: 'params'"):
+        case.cls()
+    with pytest.raises(TypeError, match=f"^{name} too many positional arguments"):
+        case.cls(P, 0.1, 0.9)
+    if name == "Storm":
+        with pytest.raises(TypeError, match=r"nearest that there is: smoothness.*theta.*max_move"):
+            case(P, smothness=0.9)
+    assert "params" in inspect.signature(case.cls).parameters
 
 
 @every
