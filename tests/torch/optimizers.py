@@ -61,7 +61,7 @@ class Case:
     def __call__(self, params, *, lr=None, **options):
         """Untuned has no lr, but a factor for each group, and its only scope is a tensor."""
         if self.paired:
-            return self.cls(params, **({} if lr is None else {"lr": lr}), **self.path, **options)
+            return self.cls(params, **({} if lr is None else {"lr": lr}) | self.path | options)
         options = {k: v for k, v in options.items() if k not in PAIRS_ONLY}
         groups = list(params)
         if lr is not None or (groups and isinstance(groups[0], dict)):

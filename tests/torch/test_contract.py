@@ -550,7 +550,7 @@ def test_bad_arguments(case, options, error, message):
     if not case.paired:
         if "scope" in options:
             pytest.skip("Untuned has none")
-        message = re.sub(r"^lr|^must have one element.*", "factor", message)
+        message = re.sub(r"^lr|^Tensor lr must.*", "factor", message)
     with pytest.raises(error, match=message):
         case(**{"params": P} | options)
 
