@@ -23,6 +23,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus.interrupts import Unfinished, interruptible
+from stormplus.progress import Pulse
 from stormplus_bench import rows
 from stormplus_bench.plan import FOLDER, KEYS, Plan, Run
 
@@ -189,6 +190,7 @@ def _watch(  # noqa: PLR0917
     )
     total, finished = sum(wanted.values()), 0.0
     start = changed = time.monotonic()
+    pulse, done = Pulse(console), set[rows.Key]()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total, done=0, total_runs=len(left), left="")
         size = -1
@@ -203,7 +205,9 @@ def _watch(  # noqa: PLR0917
             # The projection, until a run has ended and tells the real pace.
             pace = finished / (changed - start) if finished else workers
             seconds = (total - finished) / pace - (time.monotonic() - changed)
-            progress.update(task, left=timedelta(seconds=max(0, round(seconds))))
+            still = timedelta(seconds=max(0, round(seconds)))
+            progress.update(task, left=still)
+            pulse.beat(f"{len(done)}/{len(left)} runs, {finished / total:.0%}, left {still}")
             if ended:
                 return
             time.sleep(POLL)

@@ -11,8 +11,9 @@ from matplotlib.colors import to_hex, to_rgb
 from stormplus.theory.palette import PALETTE
 from stormplus_bench import figures, style
 from stormplus_bench.figures import slug
-from stormplus_bench.methods import HEADLINE, METHODS, OURS, ordered
+from stormplus_bench.methods import HEADLINE, METHODS, OURS, TIERS, in_figures, ordered
 from stormplus_bench.svg import decoration, inline, to_svg
+from stormplus_bench.train.catalogue import SMOOTH
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +116,7 @@ def test_the_map_of_costs_prints_its_numbers(frame):
     found = [make_row([4, 1], workload=w) for w in "ab"]
     part = frame_of([*found, make_row([4, 0], method="SVRG", workload="a")])
     axis = figures.cost_of_not_tuning(part).axes[0]
-    assert [t.get_text() for t in axis.get_yticklabels()] == ["SGD", "SVRG (1 of 2 workloads)"]
+    assert [t.get_text() for t in axis.get_yticklabels()] == ["SGD", "SVRG (1 of 2)"]
     assert "·" in texts(axis)
 
 
@@ -177,6 +178,41 @@ def test_the_legend_fits_into_the_figure(draw, workloads):
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+
+
+def test_every_figure_fits_a_column_of_text_and_has_few_panels(frame, curves):
+    drawn = [curves, figures.sensitivity(frame, "a"), figures.cost_of_not_tuning(frame)]
+    drawn += [figures.performance_profile(frame), figures.curves_grid(frame)]
+    assert {figure.get_figwidth() for figure in drawn} == {figures.WIDTH}
+    networks, smooth = TIERS["networks"], TIERS["smooth"]
+    assert {*SMOOTH} == {*smooth}
+    found = in_figures(["mine", "nmf (60 evaluations)", *networks, *smooth])
+    assert found == {
+        "smooth": sorted([*smooth, "nmf (60 evaluations)"]),
+        "networks": list(networks),
+        "others": ["mine"],
+    }
+    many = in_figures(map(str, range(20)))
+    assert [len(names) for names in many.values()] == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01, "0.01"), (20, "20"), (1e-5, "10⁻⁵"), (2e-5, "2·10⁻⁵"), (1e10, "10¹⁰")],
+)
+def test_numbers_of_logarithmic_axes_are_plain_text(value, text):
+    assert figures.power(value) == text
+
+
+def test_names_are_no_formulas_and_one_seed_is_not_called_a_median():
+    found = [make_row([2, 1], method=m) for m in (r"$\frac{$", "_hidden", "long" * 50)]
+    figure = figures.curves_grid(frame_of(found))
+    assert "one seed" in title_of_legend(figure)
+    assert "median" not in title_of_legend(figure)
+    figure.savefig(io.BytesIO(), format="svg")
+    names = names_in_legend(figure)
+    assert len(names) == 3
+    assert max(map(len, names)) == figures.LONGEST
 
 
 def without_gradient_norm(row):

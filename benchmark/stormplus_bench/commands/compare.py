@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import math
 from pathlib import Path
 
 import click
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
+from stormplus.files import write_whole
 from stormplus.interrupts import EXIT_CODES, explained
 from stormplus_bench import finals, rows, sentences
 from stormplus_bench.engine import announce, execute
@@ -74,10 +77,10 @@ def compare(  # noqa: PLR0917
     with explained(journal, console):
         plan = make_plan(read_suite(suite), threads)
         announce(plan, journal, None if parallel_config else jobs, console)
-        if dry_run:
-            return
         if not plan.runs:
             raise ValueError("nothing to run: see the reasons above")
+        if dry_run:
+            return
         execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
         show(journal, plan, folder, console)
 
@@ -90,10 +93,11 @@ def show(journal: Path, plan: Plan, folder: Path, console: Console) -> None:
     frame = rows.load(journal, on_cut="drop")
     frame = frame[frame["workload"].isin(wanted)]
     console.print(table_of(frame))
-    picture = folder / "curves.png"
+    drawn = io.BytesIO()
     # A suite without any default shows each method at its best instead.
-    curves_grid(frame, best_lr=not frame["default"].any()).savefig(picture, dpi=150)
-    console.print(f"figure: {picture}   rows: {journal}", highlight=False)
+    curves_grid(frame, best_lr=not frame["default"].any()).savefig(drawn, format="png", dpi=150)
+    picture = write_whole(folder / "curves.png", drawn.getvalue())
+    console.print(f"figure: {picture}   rows: {journal}", highlight=False, markup=False)
 
 
 def table_of(frame: pd.DataFrame) -> Table:
@@ -113,19 +117,20 @@ def score_table(frame: pd.DataFrame) -> Table:
     for name in found.columns:
         table.add_column(name, justify="right")
     for method, *cells in found.itertuples(name=None):
-        table.add_row(method, *cells)
+        table.add_row(escape(method), *cells)
     return table
 
 
 def final_table(frame: pd.DataFrame) -> Table:
     """Final training losses: each method at its default and, where others were run, at its best."""
-    table = Table("method", title="final training loss (median over seeds)")
+    seeds = " (median over seeds)" if frame["seed"].nunique() > 1 else ""
+    table = Table("method", title=f"final training loss{seeds}")
     for name in ("default", "best", "at lr"):
         table.add_column(name, justify="right")
     at_default = _lookup(finals.defaults(frame))
     at_best = _lookup(finals.tuned(frame))
     for workload, part in frame.groupby("workload", sort=True):
-        table.add_row(f"[bold]{workload}[/]")
+        table.add_row(f"[bold]{escape(workload)}[/]")
         methods = ordered(part["method"].unique())
         lowest = min(at_best[workload, method][0] for method in methods)
         for method in methods:
@@ -133,7 +138,10 @@ def final_table(frame: pd.DataFrame) -> Table:
             best, lr = at_best[workload, method]
             text = f"[bold]{_number(best)}[/]" if best == lowest else _number(best)
             table.add_row(
-                f"  {method}", _number(default), text, f"{lr:g}" if math.isfinite(best) else ""
+                f"  {escape(method)}",
+                _number(default),
+                text,
+                f"{lr:g}" if math.isfinite(best) else "",
             )
         table.add_section()
     return table

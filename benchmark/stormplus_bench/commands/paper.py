@@ -26,7 +26,7 @@ Scales (ResNet34 at each of them):
 
 \b
 Examples:
-  stormplus data cifar10 --folder ~/data
+  stormplus data cifar10 --data-dir ~/data
   STORMPLUS_DATA=~/data stormplus paper                 everything, on a GPU
   STORMPLUS_DATA=~/data stormplus paper --scale cpu --jobs 2
   stormplus paper --scale cpu --redraw                  the figures again, from the rows

@@ -7,7 +7,7 @@ dashes tell the others apart.
 
 PALETTE = {
     "STORM+": "#d9480f",
-    "STORM+ mean": "#f2a93b",
+    "STORM+ mean": "#c2a000",
     "Untuned": "#087f5b",
     "simplified STORM+": "#e8308a",
     "simplified STORM+ mean": "#e599b5",
