@@ -146,6 +146,23 @@ def keys(path: str | os.PathLike[str]) -> set[Key]:
     return {key_of(row) for row in _rows(path, "drop")}
 
 
+def versions_of(path: str | os.PathLike[str], kind: str, name: str) -> set[str]:
+    """Of which versions of a file of one's own the rows of a method or a workload are.
+
+    "" is a row of no file.
+
+    Args:
+        path: The journal.
+        kind: "method" or "workload".
+        name: Its name.
+    """
+    path = Path(path)
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    found = [row.get("files") for row in _rows(path, "drop") if row[kind] == name]
+    return {str(files.get(kind, "")) if isinstance(files, dict) else "" for files in found}
+
+
 def _cut(lines: list[bytes]) -> int | None:
     """The number of the last line if it is not complete, else None."""
     return len(lines) if lines[-1] and not _is_json(lines[-1]) else None

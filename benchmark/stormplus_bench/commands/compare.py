@@ -17,9 +17,11 @@ from stormplus.interrupts import EXIT_CODES, explained
 from stormplus_bench import finals, rows, sentences
 from stormplus_bench.engine import announce, execute
 from stormplus_bench.methods import ordered
-from stormplus_bench.plan import Plan, make_plan, read_suite, suites
+from stormplus_bench.own import SOLVER, WORKLOAD
+from stormplus_bench.plan import Plan, check_unchanged, make_plan, read_suite, suites, with_own
 
 AT_LEAST_ONE = click.IntRange(min=1)
+FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 JOBS = click.option(
     "--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs side by side."
 )
@@ -35,6 +37,16 @@ Examples:
   stormplus compare smooth --jobs 2         the whole tier of smooth problems
   stormplus compare networks --dry-run      only the projected total
   stormplus compare smooth --parallel-config dask.yml
+  stormplus compare --solver my_solver.py --workload my_workload.py --seeds 3
+
+\b
+{SOLVER}
+
+\b
+{WORKLOAD}
+
+With --solver your optimizer joins the suite's methods; with --workload they all train your
+model instead of the suite's.
 
 Each finished run is a row in DIR/rows.jsonl. Interrupt at will: the same command goes on
 where it was left. `stormplus report DIR/rows.jsonl` makes the page.
@@ -45,11 +57,26 @@ where it was left. `stormplus report DIR/rows.jsonl` makes the page.
 @click.command(epilog=EXAMPLES)
 @click.argument("suite", default="quick")
 @click.option("--output", metavar="DIR", help="Where rows and figures go.  [out/SUITE]")
+@click.option(
+    "--solver",
+    "solvers",
+    multiple=True,
+    type=FILE,
+    help="A Python file with an optimizer of your own; may be repeated.",
+)
+@click.option(
+    "--workload",
+    "workloads",
+    multiple=True,
+    type=FILE,
+    help="A Python file with a model of your own; may be repeated.",
+)
+@click.option("--seeds", type=AT_LEAST_ONE, help="So many seeds, instead of the suite's.")
 @JOBS
 @THREADS
 @click.option(
     "--parallel-config",
-    type=click.Path(exists=True, dir_okay=False, path_type=Path),
+    type=FILE,
     help="benchopt's file for Dask or SLURM.",
 )
 @click.option("--dry-run", is_flag=True, help="Print what would run and how long it would take.")
@@ -57,6 +84,9 @@ where it was left. `stormplus report DIR/rows.jsonl` makes the page.
 def compare(  # noqa: PLR0917
     suite: str,
     output: str | None,
+    solvers: tuple[Path, ...],
+    workloads: tuple[Path, ...],
+    seeds: int | None,
     jobs: int,
     threads: int,
     parallel_config: Path | None,
@@ -75,7 +105,9 @@ def compare(  # noqa: PLR0917
     folder = Path(output or f"out/{Path(suite).stem}")
     journal = folder / "rows.jsonl"
     with explained(journal, console):
-        plan = make_plan(read_suite(suite), threads)
+        config = with_own(read_suite(suite), solvers, workloads, seeds)
+        plan = make_plan(config, threads)
+        check_unchanged(journal, solvers, workloads)
         announce(plan, journal, None if parallel_config else jobs, console)
         if not plan.runs:
             raise ValueError("nothing to run: see the reasons above")
