@@ -34,8 +34,9 @@ NAMES = {"train_loss": "training loss", "loss": "final training loss"}
 NAMES |= {"valid_loss": "validation loss", "grad_norm": "final gradient norm"}
 # Inches. WIDTH is that of a column of text; the others are what the parts of a figure take.
 WIDTH, COLUMNS = 7.6, 2
-LEFT, RIGHT, ABOVE, BELOW, BETWEEN = 0.7, 0.12, 0.32, 0.52, 0.62
-LINE, SAMPLE, LETTER = 0.165, 0.62, 0.072  # of a legend: a line, a piece of line, a letter
+LEFT, RIGHT, ABOVE, BELOW, BETWEEN = 0.7, 0.12, 0.3, 0.46, 0.62
+# Of a legend: a line, a piece of line, a letter in its widest and in its usual width.
+LINE, SAMPLE, LETTER, SMALL = 0.165, 0.62, 0.072, 0.062
 MOST_DECADES = 1e20  # of a logarithmic axis
 LONGEST = 44  # letters of a name that a figure has room for
 
@@ -74,7 +75,7 @@ def curves_grid(
     tables = {name: chosen(every, name, methods) for name in names}
     drawn = [method for table in tables.values() for method in table["method"].unique()]
     words = f"{_each(frame, best_lr=best_lr)}; {_bands(frame)}".replace("\n", " ")
-    figure, axes = canvas(len(names), 1.9, drawn, words)
+    figure, axes = canvas(len(names), 1.9 if len(names) > 1 else 3.1, drawn, words)
     for axis, (name, table) in zip(axes, tables.items()):
         limits = curve_limits([table], finals.initial_loss(frame)[name])
         empty = why_empty(chosen(frame, name, methods), table, best_lr=best_lr)
@@ -442,12 +443,12 @@ def canvas(
     columns = max(1, min(columns, panels))
     lines = -(-panels // columns)
     names = ordered(methods)
-    text = textwrap.wrap(words, int((WIDTH - 0.2) / LETTER))
+    text = textwrap.wrap(words, int((WIDTH - 0.2) / SMALL))
     texts = [shown((labels or {}).get(name, name)) for name in names]
     widest = max(map(len, texts), default=0)
     side_by_side = max(1, min(5, int(WIDTH / (SAMPLE + 0.1 + LETTER * widest))))
     entries = -(-len(names) // side_by_side)
-    foot = LINE * (entries + len(text)) + (0.2 if entries or text else 0)
+    foot = LINE * (entries + len(text)) + (0.12 if entries or text else 0)
     height = lines * (above + tall + BELOW) + foot
     figure = Figure(figsize=(WIDTH, height))
     wide = (WIDTH - LEFT - right - (columns - 1) * BETWEEN) / columns
@@ -459,7 +460,7 @@ def canvas(
         axes.append(figure.add_axes(place))
     if names or text:
         handles = [Line2D([], [], **style_of(name).line()) for name in names]  # type: ignore[arg-type]
-        figure.legend(
+        below = figure.legend(
             handles,
             texts,
             loc="lower center",
@@ -473,6 +474,7 @@ def canvas(
             borderaxespad=0.1,
             columnspacing=1.2,
         )
+        below.get_title().set_multialignment("center")
     return figure, axes
 
 

@@ -336,10 +336,12 @@ class Comparison:
         return table.dropna(axis="columns", how="all")
 
     def plot(self) -> Any:
-        """The curves as a matplotlib figure: each method at its default, the first of its rates."""
-        from stormplus_bench.figures import curves_grid
+        """The curves as a matplotlib figure, at the defaults; at the best rates too, if several."""
+        from stormplus_bench.figures import curves, curves_grid
 
-        return curves_grid(self.frame)
+        (workload,) = self.frame["workload"].unique()
+        several = (self.frame.groupby("method")["lr"].nunique() > 1).all()
+        return curves(self.frame, workload) if several else curves_grid(self.frame)
 
     def save(self, journal: str | Path) -> Path:
         """Append the rows to a journal, which `stormplus report` merges with others."""
