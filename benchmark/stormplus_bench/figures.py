@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+from stormplus.theory.palette import WIDTH
 from stormplus_bench import finals, scores
 from stormplus_bench.finals import ONE_LR, SETTING, any_left_out
 from stormplus_bench.methods import OURS, ordered
@@ -32,8 +33,8 @@ EVALUATIONS = "gradient evaluations"
 MOST = 80  # measurements of a curve that are drawn; more cannot be seen and make the page heavy
 NAMES = {"train_loss": "training loss", "loss": "final training loss"}
 NAMES |= {"valid_loss": "validation loss", "grad_norm": "final gradient norm"}
-# Inches. WIDTH is that of a column of text; the others are what the parts of a figure take.
-WIDTH, COLUMNS = 7.6, 2
+COLUMNS = 2
+# Inches that the parts of a figure take.
 LEFT, RIGHT, ABOVE, BELOW, BETWEEN = 0.7, 0.12, 0.3, 0.46, 0.62
 # Of a legend: a line, a piece of line, a letter in its widest and in its usual width.
 LINE, SAMPLE, LETTER, SMALL = 0.165, 0.62, 0.072, 0.062
@@ -49,13 +50,14 @@ def curves(
 ) -> Figure:
     """A workload's curves, at the defaults (left) and at each method's best lr (right)."""
     part = chosen(frame, workload, methods)
-    figure, axes = canvas(2, 3.1, part["method"], _bands(part), above=ABOVE + LINE)
+    above = ABOVE + LINE * (1 + any_left_out(part))  # a title has two lines, or three
+    figure, axes = canvas(2, 3.1, part["method"], _bands(part), above=above)
     tables = [
         chosen(curves_of(frame, column, best_lr), workload, methods) for best_lr in (False, True)
     ]
     limits = curve_limits(tables, finals.initial_loss(frame)[workload])
     for axis, table, best_lr in zip(axes, tables, (False, True)):
-        title = f"{shown(workload)}\n{_each(part, best_lr=best_lr)}"
+        title = f"{workload}\n{_each(part, best_lr=best_lr)}"
         curves_panel(axis, table, limits, title, why_empty(part, table, best_lr=best_lr))
     axes[0].set_ylabel(NAMES.get(column, column), fontsize=9)
     return figure
@@ -79,7 +81,7 @@ def curves_grid(
     for axis, (name, table) in zip(axes, tables.items()):
         limits = curve_limits([table], finals.initial_loss(frame)[name])
         empty = why_empty(chosen(frame, name, methods), table, best_lr=best_lr)
-        curves_panel(axis, table, limits, shown(name), empty)
+        curves_panel(axis, table, limits, name, empty)
     side_label(figure, axes, NAMES.get(column, column))
     return figure
 
@@ -169,6 +171,47 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
         fontsize=9,
         x=0.5 - side / 2 / (WIDTH - side),
     )
+    return figure
+
+
+def target_maps(grids: Mapping[str, pd.DataFrame]) -> Figure:
+    """Maps of the share of the budget at which a target is reached, the earliest the strongest.
+
+    Args:
+        grids: By title, methods by workloads; what is not finite was missed.
+    """
+    names = [shown(str(name)) for grid in grids.values() for name in grid.index]
+    side, foot, cell = 0.15 + 0.066 * max(map(len, names)), 0.85, 0.26
+    height = sum(0.3 + cell * len(grid) + foot for grid in grids.values())
+    figure, top = Figure(figsize=(WIDTH, height)), height
+    for title, grid in grids.items():
+        top -= 0.3 + cell * len(grid)
+        place = (side / WIDTH, top / height, 1 - (side + 0.05) / WIDTH, cell * len(grid) / height)
+        axis: Any = figure.add_axes(place)
+        values = grid.to_numpy(dtype=float)
+        early = np.where(np.isfinite(values), 1.05 - values, np.nan)
+        axis.pcolormesh(early, cmap="Blues", vmin=0, vmax=0.9, edgecolor="white", linewidth=1.2)
+        for (i, j), value in np.ndenumerate(values):
+            missed = not np.isfinite(value)
+            axis.text(
+                j + 0.5,
+                i + 0.5,
+                "missed" if missed else f"{value:.2f}",
+                ha="center",
+                va="center",
+                fontsize=7.5,
+                color="0.45" if missed else "white" if value < 0.6 else "black",
+            )
+        columns = [shown(str(name)) for name in grid.columns]
+        axis.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=35, ha="right")
+        axis.set_yticks(np.arange(len(grid)) + 0.5, [shown(str(name)) for name in grid.index])
+        for label, method in zip(axis.get_yticklabels(), grid.index):
+            label.set_weight("bold" if method in OURS else "normal")
+        axis.invert_yaxis()
+        axis.tick_params(length=0, labelsize=8, pad=2)
+        axis.spines[:].set_visible(False)
+        axis.set_title(title, loc="left", fontsize=9)
+        top -= foot
     return figure
 
 
@@ -276,7 +319,7 @@ def curves_panel(
             end = min(known["median"].iloc[-1], top)
             (cross,) = axis.plot(x[-1:], [end], "x", color=style.colour, ms=9, mew=2, clip_on=False)
             tag(cross, method, 2)
-    axis.set_title(title, fontsize=9)
+    headline(axis, title)
     axis.set_xlabel(EVALUATIONS, fontsize=8)
     grid_lines(axis)
 
@@ -322,7 +365,7 @@ def sensitivity_panel(
     axis.set_xscale("log")
     log_ticks(axis.xaxis)
     axis.set_xlabel("learning rate", fontsize=8)
-    axis.set_title(shown(workload), fontsize=9)
+    headline(axis, workload)
     grid_lines(axis)
 
 
@@ -476,6 +519,12 @@ def canvas(
         )
         below.get_title().set_multialignment("center")
     return figure, axes
+
+
+def headline(axis: Any, text: str) -> None:
+    """A panel's title, each of its lines cut to the panel's width."""
+    letters = int((axis.get_position().width * WIDTH + 0.2) / LETTER)
+    axis.set_title("\n".join(shown(line, letters) for line in text.split("\n")), fontsize=9)
 
 
 def side_label(figure: Figure, axes: Sequence[Any], text: str) -> None:

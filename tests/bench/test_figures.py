@@ -4,11 +4,12 @@ import io
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from bench_rows import frame_of, hand_made, make_row, swept
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 
-from stormplus.theory.palette import PALETTE
+from stormplus.theory.palette import PALETTE, shade
 from stormplus_bench import figures, style
 from stormplus_bench.figures import slug
 from stormplus_bench.methods import HEADLINE, METHODS, OURS, TIERS, in_figures, ordered
@@ -202,6 +203,32 @@ def test_every_figure_fits_a_column_of_text_and_has_few_panels(frame, curves):
 )
 def test_numbers_of_logarithmic_axes_are_plain_text(value, text):
     assert figures.power(value) == text
+
+
+def test_the_earliest_is_the_strongest_colour_of_a_map_of_targets():
+    grid = pd.DataFrame([[0.2, 0.6], [1.0, math.inf]], ["Untuned", "SGD"], ["a", "b"])
+    (axis,) = figures.target_maps({"one": grid}).axes
+    cells = axis.collections[0]
+    cells.update_scalarmappable()
+    light = cells.get_facecolors()[:, :3].sum(1)
+    assert light[0] < light[1] < light[2]
+    assert texts(axis) == ["0.20", "0.60", "1.00", "missed"]
+    assert [t.get_weight() for t in axis.get_yticklabels()] == ["bold", "normal"]
+
+
+def test_a_method_at_several_rates_has_one_hue():
+    assert shade("#d9480f", 1) == "#d9480f"
+    assert shade("#d9480f", 0) == "#ffffff"
+    assert shade("#000000", 0.5) == "#808080"
+
+
+def hue_of(method):
+    return 360 * rgb_to_hsv(to_rgb(PALETTE[method]))[0]
+
+
+def test_ours_are_not_all_in_one_orange():
+    orange = [method for method in (*OURS, "STORM") if 10 <= hue_of(method) <= 40]
+    assert orange == ["STORM+"]
 
 
 def test_names_are_no_formulas_and_one_seed_is_not_called_a_median():
