@@ -44,6 +44,7 @@ from stormplus_bench.train.workload import Workload
 Make = Callable[..., Any]  # parameters, or parameters and a rate -> an optimizer
 MEASURED = 2000  # examples of each split
 AT_ONCE = 500  # of them
+TEMPLATES = Path(__file__).parent / "templates"  # a file of each kind, to start from
 SOLVER = """A solver's file has these variables:
     name = "Mine"                 as tables and figures call it
     rates = [0.01, 0.1]           learning rates; the first is its default

@@ -2,6 +2,7 @@
 
 import html
 import json
+import re
 import textwrap
 from pathlib import Path
 
@@ -177,6 +178,15 @@ def test_every_kind_of_optimizer_takes_its_own_step():
         assert type(training.stepper) is kind
         training.advance(4)
         assert training.record()["train_loss"] < 10
+
+
+def test_the_page_shows_the_templates():
+    page = (Path(__file__).parents[2] / "docs" / "compare-your-own.md").read_text()
+    for name in ("solver", "workload"):
+        text = (own.TEMPLATES / f"{name}.py").read_text().split('"""', 2)[2]
+        blocks = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+        assert "".join(text.split()) in ["".join(block.split()) for block in blocks]
+    assert own.read_method(str(own.TEMPLATES / "solver.py")).rates == (0.002, 0.01)
 
 
 def call(*arguments):

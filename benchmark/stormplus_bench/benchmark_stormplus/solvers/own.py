@@ -1,4 +1,4 @@
-from stormplus_bench.own import Method, fingerprint, read_method
+from stormplus_bench.own import TEMPLATES, Method, fingerprint, read_method
 from stormplus_bench.train.solver import TorchSolver
 from stormplus_bench.train.steppers import Stepper
 from stormplus_bench.train.training import Training
@@ -10,7 +10,7 @@ class Solver(TorchSolver):
 
     name = "own"
     requirements = ["pip::stormplus-bench"]
-    parameters = {"lr": [None], "file": [None]}
+    parameters = {"lr": [None], "file": [str(TEMPLATES / "solver.py")]}
 
     @property
     def read(self) -> Method:
@@ -23,11 +23,6 @@ class Solver(TorchSolver):
     @property
     def default_lr(self) -> float:
         return self.read.rates[0]
-
-    def skip(self, workload: Workload, seed: int) -> tuple[bool, str | None]:
-        if self.file is None:
-            return True, "no file was given"
-        return super().skip(workload, seed)
 
     def set_objective(self, workload: Workload, seed: int) -> None:
         super().set_objective(workload, seed)
