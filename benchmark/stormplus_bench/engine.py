@@ -22,6 +22,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stormplus.files import write_whole
 from stormplus.interrupts import Unfinished, interruptible
 from stormplus.progress import Pulse
 from stormplus_bench import rows
@@ -141,8 +142,7 @@ def _round(  # noqa: PLR0917
 ) -> None:
     """One benchopt process; what it prints goes to the log beside the journal."""
     with tempfile.TemporaryDirectory() as scratch, _log(journal).open("w") as output:
-        config = Path(scratch) / "suite.yml"
-        config.write_text(yaml.safe_dump(_only(plan.config)))
+        config = write_whole(Path(scratch) / "suite.yml", yaml.safe_dump(_only(plan.config)))
         child = subprocess.Popen(
             [*command, "--config", str(config), "--output", f"{scratch}/results.parquet"],
             stdout=output,

@@ -272,6 +272,11 @@ def check(row: Any, where: str) -> None:
         value = row.get(name)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
             raise ValueError(f"{where}: {name!r} should be {_name(kind)}, got {_cut_short(value)}")
+    for name in ("workload", "method"):
+        if not row[name].isprintable() or not row[name]:
+            raise ValueError(
+                f"{where}: {name!r} should be a text of one line, got {_cut_short(row[name])}"
+            )
     if row["status"] not in STATUSES:
         raise ValueError(f"{where}: 'status' should be one of {STATUSES}, got {row['status']!r}")
     _check_numbers(row, where)
@@ -281,6 +286,8 @@ def check(row: Any, where: str) -> None:
         values = row["curve"].get(name)
         if not isinstance(values, list) or not all(map(_number_or_none, values)):
             raise ValueError(f"{where}: curve's {name!r} should be a list of numbers and nulls")
+    if not all(value is not None and math.isfinite(value) for value in row["curve"]["evaluations"]):
+        raise ValueError(f"{where}: curve's 'evaluations' should all be numbers")
     lengths = {name: len(row["curve"][name]) for name in CURVE}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{where}: the parts of 'curve' should have one length, got {lengths}")

@@ -43,7 +43,9 @@ def named(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise type(error)(error.errno, error.strerror or str(error), str(path)) from error
+        if error.errno is None:  # not the system's: it says what it has to say
+            raise
+        raise OSError(error.errno, error.strerror or str(error), str(path)) from error
 
 
 def require_writable(folder: Path, names: tuple[str, ...] = ()) -> None:

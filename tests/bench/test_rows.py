@@ -155,12 +155,22 @@ def replaced(old, new):
         (replaced('"lr": 0.1', f'"lr": {"9" * 400}'), "'lr' should be finite, got 99999"),
         (replaced('"lr": 0.1', '"lr": NaN'), "'lr' should be finite, got nan"),
         (replaced('"budget": 100', f'"budget": {"9" * 400}'), "'budget' should be finite"),
+        (replaced('"workload": "w"', r'"workload": "a\ud800"'), "'workload' should be a text of"),
+        (
+            replaced('"method": "SGD"', r'"method": "a\u0000\nb"'),
+            "'method' should be a text of one",
+        ),
+        (replaced('"method": "SGD"', '"method": ""'), "'method' should be a text of one line"),
         (replaced('"seed": 0', f'"seed": {"9" * 400}'), "'seed' is too large, got 99999"),
         (replaced('"state_mb": 0.5', '"state_mb": "x"'), "'state_mb' should be a number"),
         (replaced('"train_loss": [1', f'"train_loss": [{"9" * 400}'), "list of numbers and nulls"),
+        (replaced('"evaluations": [0.0', '"evaluations": [null'), "'evaluations' should all be"),
         (replaced('"versions": {', '"versions": [1], "other": {'), "'versions' should be"),
     ],
-    ids=["nested", "header", "lr", "nan", "budget", "seed", "text", "curve", "versions"],
+    ids=[
+        *("nested", "header", "lr", "nan", "budget", "surrogate", "control", "empty"),
+        *("seed", "text", "curve", "no evaluations", "versions"),
+    ],
 )
 def test_nothing_that_a_file_says_is_a_traceback(tmp_path, text, message):
     path = tmp_path / "rows.jsonl"
