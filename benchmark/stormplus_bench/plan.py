@@ -92,8 +92,17 @@ def with_own(
     solvers: Sequence[Path] = (),
     workloads: Sequence[Path] = (),
     seeds: int | None = None,
+    *,
+    alone: bool = False,
 ) -> dict[str, Any]:
     """A suite with optimizers of one's own added, on models of one's own instead of its data sets.
+
+    Args:
+        config: The suite.
+        solvers: Files of optimizers.
+        workloads: Files of models.
+        seeds: How many, instead of the suite's.
+        alone: Whether to leave out the suite's methods.
 
     Raises:
         ValueError: A file lacks something; the message says what it should have.
@@ -106,7 +115,7 @@ def with_own(
         raise ValueError(f"two files have the name {', '.join(twice)}: rename one of them")
     # The default is asked for as such, so that its rows say so.
     config["solver"] = [
-        *config["solver"],
+        *([] if alone else config["solver"]),
         *({"own": {"file": [f], "lr": [None, *m.rates[1:]]}} for f, m in methods.items()),
     ]
     if workloads:

@@ -201,6 +201,10 @@ def test_files_join_a_suite(files, tmp_path):
     assert keys == {("lines", m, lr, seed) for m, lr in rates for seed in (0, 1)}
     # Without a model of one's own the suite's are trained.
     assert {run.workload for run in make_plan(with_own(SUITE, [files / "mine.py"])).runs} == {"nmf"}
+    # Alone, for rows that join the committed ones.
+    mine = make_plan(with_own(SUITE, [files / "mine.py"], alone=True))
+    assert {run.method for run in mine.runs} == {"Mine"}
+    assert call("quick", "--alone").exit_code == 2
     text = call("--help").output
     for word in ("--solver", "--workload", "def make(parameters, lr):", "def loss(model, batch):"):
         assert word in text

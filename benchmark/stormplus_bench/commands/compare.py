@@ -71,6 +71,7 @@ where it was left. `stormplus report DIR/rows.jsonl` makes the page.
     type=FILE,
     help="A Python file with a model of your own; may be repeated.",
 )
+@click.option("--alone", is_flag=True, help="Only your optimizers, without the suite's methods.")
 @click.option("--seeds", type=AT_LEAST_ONE, help="So many seeds, instead of the suite's.")
 @JOBS
 @THREADS
@@ -86,6 +87,7 @@ def compare(  # noqa: PLR0917
     output: str | None,
     solvers: tuple[Path, ...],
     workloads: tuple[Path, ...],
+    alone: bool,
     seeds: int | None,
     jobs: int,
     threads: int,
@@ -102,10 +104,12 @@ def compare(  # noqa: PLR0917
         for name, path in suites().items():
             console.print(f"[bold]{name}[/]: {path.read_text().splitlines()[0].lstrip('# ')}")
         return
+    if alone and not solvers:
+        raise click.UsageError("--alone needs an optimizer of yours: give --solver FILE")
     folder = Path(output or f"out/{Path(suite).stem}")
     journal = folder / "rows.jsonl"
     with explained(journal, console):
-        config = with_own(read_suite(suite), solvers, workloads, seeds)
+        config = with_own(read_suite(suite), solvers, workloads, seeds, alone=alone)
         plan = make_plan(config, threads)
         check_unchanged(journal, solvers, workloads)
         announce(plan, journal, None if parallel_config else jobs, console)
