@@ -23,7 +23,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 from stormplus.theory.palette import WIDTH
 from stormplus_bench import finals, scores
 from stormplus_bench.finals import ONE_LR, SETTING, any_left_out
-from stormplus_bench.methods import OURS, ordered
+from stormplus_bench.methods import METHODS, OURS, ordered
 from stormplus_bench.profiles import CLASSICS, TARGET_AT
 from stormplus_bench.profiles import curves as curves_over_seeds
 from stormplus_bench.profiles import performance_profile as profile_of
@@ -134,7 +134,7 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
     grid.insert(len(grid.columns), "mean", mean["mean"])
     rows, columns = grid.shape
     names = [shown(name + note.replace(" workloads", "")) for name, note in mean["note"].items()]
-    side = 0.15 + 0.066 * max(map(len, names))
+    side = 0.12 + LETTER * max(map(len, names))
     foot = 0.15 + 0.045 * min(LONGEST, max(map(len, grid.columns)))
     height = 0.48 + 0.24 * rows + foot
     figure = Figure(figsize=(WIDTH, height))
@@ -161,7 +161,7 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
     )
     axis.set_yticks(np.arange(rows) + 0.5, names)
     for label, method in zip(axis.get_yticklabels(), grid.index):
-        label.set_weight("bold" if method in OURS else "normal")
+        label.set_weight("bold" if stands_out(method) else "normal")
     axis.invert_yaxis()
     axis.tick_params(length=0, labelsize=8, pad=2)
     axis.spines[:].set_visible(False)
@@ -181,7 +181,7 @@ def target_maps(grids: Mapping[str, pd.DataFrame]) -> Figure:
         grids: By title, methods by workloads; what is not finite was missed.
     """
     names = [shown(str(name)) for grid in grids.values() for name in grid.index]
-    side, foot, cell = 0.15 + 0.066 * max(map(len, names)), 0.85, 0.26
+    side, foot, cell = 0.12 + LETTER * max(map(len, names)), 0.85, 0.26
     height = sum(0.3 + cell * len(grid) + foot for grid in grids.values())
     figure, top = Figure(figsize=(WIDTH, height)), height
     for title, grid in grids.items():
@@ -206,7 +206,7 @@ def target_maps(grids: Mapping[str, pd.DataFrame]) -> Figure:
         axis.set_xticks(np.arange(len(columns)) + 0.5, columns, rotation=35, ha="right")
         axis.set_yticks(np.arange(len(grid)) + 0.5, [shown(str(name)) for name in grid.index])
         for label, method in zip(axis.get_yticklabels(), grid.index):
-            label.set_weight("bold" if method in OURS else "normal")
+            label.set_weight("bold" if stands_out(method) else "normal")
         axis.invert_yaxis()
         axis.tick_params(length=0, labelsize=8, pad=2)
         axis.spines[:].set_visible(False)
@@ -372,6 +372,11 @@ def sensitivity_panel(
 def slug(text: str) -> str:
     """The method's name as an identifier: "STORM+" is "stormplus", so that it is not STORM's."""
     return re.sub(r"[^a-z0-9]+", "-", text.lower().replace("+", "plus")).strip("-")
+
+
+def stands_out(method: str) -> bool:
+    """Whether it is the library's own, or the reader's."""
+    return method in OURS or method not in METHODS
 
 
 def tag(artist: Any, method: str, number: int = 0) -> None:

@@ -48,3 +48,8 @@ def ordered(methods: Iterable[str]) -> list[str]:
     """The methods once each, in the order of `METHODS`; others follow by name."""
     ranks = {name: rank for rank, name in enumerate(METHODS)}
     return sorted(set(methods), key=lambda name: (ranks.get(name, len(ranks)), name))
+
+
+def few(methods: Iterable[str]) -> list[str]:
+    """Those that a small figure has room for: the headline's, and the reader's own."""
+    return [name for name in ordered(methods) if name in HEADLINE or name not in METHODS]

@@ -12,7 +12,7 @@ from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 from stormplus.theory.palette import PALETTE, shade
 from stormplus_bench import figures, style
 from stormplus_bench.figures import slug
-from stormplus_bench.methods import HEADLINE, METHODS, OURS, TIERS, in_figures, ordered
+from stormplus_bench.methods import HEADLINE, METHODS, OURS, TIERS, few, in_figures, ordered
 from stormplus_bench.svg import decoration, inline, to_svg
 from stormplus_bench.train.catalogue import SMOOTH
 
@@ -57,6 +57,10 @@ def test_an_unknown_method_has_a_lasting_style_of_its_own():
     # A pinned value: Python's own hash of a text is another one in each process.
     assert style.style_of("Lion") == style._SPARE[0xFFEFF301 % len(style._SPARE)]
     assert style.style_of("Lion").marker not in {s.marker for s in style.STYLES.values()}
+    assert style.style_of("Lion").width == style.style_of("STORM+").width  # the reader's own
+    assert len(set(style._SPARE)) == len(style._SPARE) > 100
+    assert not {look.colour for look in style._SPARE} & set(PALETTE.values())
+    assert few(["Lion", "SGD", "Adam"]) == ["Adam", "Lion"]
     assert ordered(["Lion", "SGD", "STORM+", "SGD"]) == ["STORM+", "SGD", "Lion"]
 
 
@@ -116,6 +120,7 @@ def test_the_map_of_costs_prints_its_numbers(frame):
     assert texts(axis) == ["37", "0", "18", "16", "33", "25", "div.", "div.", "100"]
     found = [make_row([4, 1], workload=w) for w in "ab"]
     part = frame_of([*found, make_row([4, 0], method="SVRG", workload="a")])
+    assert figures.stands_out("Lion")  # not the benchmark's: the reader's
     axis = figures.cost_of_not_tuning(part).axes[0]
     assert [t.get_text() for t in axis.get_yticklabels()] == ["SGD", "SVRG (1 of 2)"]
     assert "·" in texts(axis)

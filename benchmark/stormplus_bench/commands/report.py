@@ -21,7 +21,7 @@ from stormplus.files import require_writable, write_whole
 from stormplus.interrupts import explained
 from stormplus.progress import Pulse
 from stormplus_bench import figures, finals, markdown, page, rows, scores, sentences
-from stormplus_bench.methods import HEADLINE, in_figures, ordered
+from stormplus_bench.methods import few, in_figures
 from stormplus_bench.svg import to_svg
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -184,13 +184,12 @@ def _in_readme(readme: Path, section: str) -> str:
 
 def _drawings(frame: pd.DataFrame) -> dict[str, tuple[Callable[[], Figure], bool]]:
     """Name -> how to draw it, and whether it is an overview."""
-    few = [name for name in ordered(frame["method"]) if name in HEADLINE] or None
     table: dict[str, tuple[Callable[[], Figure], bool]] = {
         "cost_of_not_tuning": (partial(figures.cost_of_not_tuning, frame), True),
         "performance_profile": (partial(figures.performance_profile, frame), True),
     }
     for part, names in in_figures(frame["workload"]).items():
-        some: dict[str, Any] = {"methods": few, "workloads": names}
+        some: dict[str, Any] = {"methods": few(frame["method"]) or None, "workloads": names}
         table |= {
             f"curves-default-{part}": (partial(figures.curves_grid, frame, **some), True),
             f"curves-tuned-{part}": (
