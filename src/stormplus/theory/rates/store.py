@@ -118,7 +118,7 @@ def write(results: dict[str, Result], plan: Plan, folder: Path) -> list[Path]:
     from stormplus.theory.rates.figure import draw  # without matplotlib the rest is written
 
     picture = io.BytesIO()
-    draw(results, plan).savefig(picture, format="png", dpi=110)
+    draw(results, plan).savefig(picture, format="png", dpi=130)
     write_whole(files[3], picture.getvalue())
     return files
 
