@@ -51,6 +51,7 @@ def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> N
         + (f"{jobs} at a time" if jobs else "divided by the number of workers")
         + " (measuring comes on top)",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 

@@ -180,7 +180,7 @@ class OwnWorkload(Workload):
             for what, of in measures.items():
                 if of is not None:
                     values = [float(of(model, batch)) for batch in batches]
-                    found[f"{split}_{what}"] = sum(map(float.__mul__, values, sizes))
+                    found[f"{split}_{what}"] = sum(v * size for v, size in zip(values, sizes))
         model.train()
         return found
 
@@ -397,7 +397,8 @@ def compare(
         for lr in method.rates or (None,)
     ]
     console = Console(stderr=True, quiet=not progress)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    names = TextColumn("{task.description}", markup=False)  # which may have brackets
+    columns = (names, BarColumn(), TimeElapsedColumn())
     pulse, found = Pulse(console), []
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         shown = bar.add_task("", total=len(plan) * task.budget)
@@ -433,15 +434,14 @@ def _one_run(
     method: Method, lr: float | None, task: Workload, seed: int, tell: Callable[[int], None]
 ) -> dict[str, Any]:
     training = Training(task, lambda run: method.stepper(run, lr), seed)
+    run = {"method": method.name, "lr": lr, "default": lr is None or lr == method.rates[0]}
     if lr is None:  # as the optimizer has it; some have none
         optimizer = getattr(training.stepper, "optimizer", None)
-        told = optimizer.param_groups[0].get("lr", 1.0) if optimizer else 1.0
+        run["lr"] = float(optimizer.param_groups[0].get("lr", 1.0)) if optimizer else 1.0
     for target in task.checkpoints:
         training.advance(target)
         training.record()
         tell(target)
         if training.status == "diverged":
             break
-    default = lr is None or lr == method.rates[0]
-    rate = float(told if lr is None else lr)
-    return row_of(training, {"method": method.name, "lr": rate, "default": default})
+    return row_of(training, run)

@@ -303,8 +303,9 @@ def test_with_other_workers_the_number_at_a_time_is_not_made_up(tmp_path):
     output = StringIO()
     for jobs in (2, None):
         console = Console(file=output, width=200)
-        announce(plan_of(hand_made()), tmp_path / "none.jsonl", jobs, console)
+        announce(plan_of(hand_made()), tmp_path / "[new] none.jsonl", jobs, console)
     first, second = output.getvalue().splitlines()
+    assert "[new] none.jsonl" in first
     assert "projected: 2.0 minutes for the other 2, 2 at a time" in first
     assert "projected: 4.0 minutes for the other 2, divided by the number of workers" in second
 

@@ -105,8 +105,8 @@ def test_a_dict_of_optimizers_gives_a_table_a_picture_and_rows(tmp_path):
 
 
 def test_a_workload_of_the_benchmark_by_its_name():
-    found = compare({"a": sgd}, workload="logistic-breast-cancer")
-    assert found.table.loc["a", "validation accuracy"] > 0.8
+    found = compare({"[/a]": sgd}, workload="logistic-breast-cancer")
+    assert found.table.loc["[/a]", "validation accuracy"] > 0.8
     with pytest.raises(ValueError, match=r"no workload 'nothing': there are .*mlp-digits"):
         compare({"a": sgd}, workload="nothing")
 

@@ -72,7 +72,7 @@ def paper(  # noqa: PLR0917
         if not redraw:
             run_stages(SCALES[scale], journal, jobs, threads, console)
         for file in write(journal, SCALES[scale], output):
-            console.print(f"wrote {file}", highlight=False)
+            console.print(f"wrote {file}", highlight=False, markup=False)
 
 
 def run_stages(scale: Scale, journal: Path, jobs: int, threads: int, console: Console) -> None:
