@@ -228,8 +228,8 @@ def distance_ceiling(start: Scalar, natural: Scalar) -> Scalar:
 
 
 def first_distance(ceiling: Scalar) -> Scalar:
-    """Give r before any move: a fiftieth of the tensor's scale; it grows by itself from there."""
-    return 0.02 * ceiling
+    """Give r before any move: a sixtieth of the tensor's scale; it grows by itself from there."""
+    return ceiling / 60
 
 
 def next_distance(r: Scalar, measured: Scalar, ceiling: Scalar) -> Scalar:

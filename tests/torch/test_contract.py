@@ -585,8 +585,8 @@ def test_a_part_of_the_parameters_is_refused(case):
 def test_a_refused_group_leaves_no_trace(case):
     problem, params, opt = made(case)
     case.train(problem, opt, params, problem.samples[:2])
+    name = "lr" if case.paired else "factor"
     with pytest.raises(ValueError, match="got -1"):
-        name = "lr" if case.paired else "factor"
         opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: -1.0})
     assert len(opt.param_groups) == 1
     assert opt.parameters() == params

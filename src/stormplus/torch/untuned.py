@@ -51,6 +51,13 @@ Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among a
 _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
+_NO_LR = (
+    "there is no rate to set, and Adam's 1e-3 would all but stop the run. Leave it out; a "
+    "scheduler multiplies param_groups[...]['lr'], which is 1.0, and a group may have a `factor` of "
+    "its own"
+)
+
+
 class Untuned(BaseOptimizer):
     """One gradient per step, Adam's memory, and nothing to tune.
 
@@ -60,10 +67,10 @@ class Untuned(BaseOptimizer):
         z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
         x    <- mean of z over about the last tenth of the run          the average
         y     = 0.1 z + 0.9 x                                           the parameters
-        r    <- min(max(r, RMS of z - z_1), R)                          from R / 50 on
+        r    <- min(max(r, RMS of z - z_1), R)                          from R / 60 on
 
     R is the tensor's root mean square at the start, or one over the root of its inputs if that
-    is larger. No step is larger than the first, R / 50, and none moves a coordinate by more than
+    is larger. No step is larger than the first, R / 60, and none moves a coordinate by more than
     r. docs/untuned.md has the whole rule and the study behind it.
 
     It is a plain torch optimizer: `loss.backward(); opt.step()`, a closure if you like, any
@@ -107,6 +114,7 @@ class Untuned(BaseOptimizer):
     _shown = ("step", "step_size", "distance")
     _kept = ("_state_dtype", "_trusted")
     _lent: ClassVar[dict[str, Buffer]] = {"iterate": Buffer(wide=False)}
+    _absent: ClassVar[dict[str, str]] = {"lr": _NO_LR}
 
     def __init__(
         self,
@@ -316,6 +324,8 @@ class Untuned(BaseOptimizer):
         return {"grad_evaluations": 0, "averaged": 0}
 
     def _check_options(self, group: dict[str, Any]) -> None:
+        if group["lr"] != 1.0 and not self._renewing:
+            raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {_NO_LR}")
         factor = group["factor"]
         if not (isinstance(factor, (int, float)) and 0 <= factor < float("inf")):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")

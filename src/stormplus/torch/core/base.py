@@ -40,6 +40,8 @@ class BaseOptimizer(Optimizer, ABC):
     _shown: ClassVar[tuple[str, ...]]  # those that `diagnostics` reports
     _kept: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has beside its state
     _lent: ClassVar[Buffers] = {}  # buffers that are there for a while only
+    _renewing = False  # whether groups are added that were here before
+    _absent: ClassVar[Mapping[str, str]] = {}  # arguments that others have, and why not here
 
     def __init__(
         self,
@@ -204,8 +206,10 @@ class BaseOptimizer(Optimizer, ABC):
         self.state.clear()
         self._run = {}
         self.generation += 1
+        self._renewing = True
         for group in groups:
             self.add_param_group(group)
+        self._renewing = False
 
     # -- checkpoints and copies ------------------------------------------------------------------
 
@@ -278,6 +282,8 @@ def _by_the_name_of_the_class(init: Callable[..., None]) -> Callable[..., None]:
             unknown = [name for name in options if name not in known]
             twins = difflib.get_close_matches(unknown[0], known, 1, 0.0) if unknown else []
             hint = f"; the nearest that there is: {twins[0]}" if twins else ""
+            if unknown and unknown[0] in self._absent:
+                hint = f": {self._absent[unknown[0]]}"
             raise TypeError(
                 f"{type(self).__name__} {error}{hint}. It takes {', '.join(known)}"
             ) from None
