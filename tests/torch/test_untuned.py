@@ -305,8 +305,8 @@ def test_a_scheduler_multiplies_and_a_reset_in_its_middle_is_no_error():
 
 
 def test_weight_decay_is_that_of_adamw_with_the_step_size_for_its_lr():
-    # Without a gradient's push. Sixty ones: R = 1, the natural scale 1 / sqrt(60) is below it, and a
-    # step takes wd * eta * natural / R off; at its natural scale a layer loses wd * eta.
+    # Without a gradient's push. Sixty ones: R = 1, the natural scale 1 / sqrt(60) is below it, and
+    # a step takes wd * eta * natural / R off; at its natural scale a layer loses wd * eta.
     for size, start, part in ((60, 1.0, 60**-0.5), (1, 1.0, 1.0), (4, 0.5, 1.0)):
         p = nn.Parameter(torch.full((size,), start, dtype=torch.float64))
         opt = descend(p, torch.zeros(size), weight_decay=0.3)

@@ -53,8 +53,8 @@ _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 _NO_LR = (
     "there is no rate to set, and Adam's 1e-3 would all but stop the run. Leave it out; a "
-    "scheduler multiplies param_groups[...]['lr'], which is 1.0, and a group may have a `factor` of "
-    "its own"
+    "scheduler multiplies param_groups[...]['lr'], which is 1.0, and a group may have a `factor` "
+    "of its own"
 )
 
 
