@@ -280,12 +280,12 @@ def _by_the_name_of_the_class(init: Callable[..., None]) -> Callable[..., None]:
         except TypeError as error:
             known = _arguments(type(self))
             unknown = [name for name in options if name not in known]
-            twins = difflib.get_close_matches(unknown[0], known, 1, 0.0) if unknown else []
-            hint = f"; the nearest that there is: {twins[0]}" if twins else ""
+            twins = difflib.get_close_matches(unknown[0], known, 1) if unknown else []
+            hint = f"; did you mean {twins[0]}?" if twins else "."
             if unknown and unknown[0] in self._absent:
-                hint = f": {self._absent[unknown[0]]}"
+                hint = f": {self._absent[unknown[0]]}."
             raise TypeError(
-                f"{type(self).__name__} {error}{hint}. It takes {', '.join(known)}"
+                f"{type(self).__name__} {error}{hint} It takes {', '.join(known)}"
             ) from None
         init(self, *args, **options)
 
