@@ -22,7 +22,9 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stormplus.files import write_whole
 from stormplus.interrupts import Unfinished, interruptible
+from stormplus.progress import Pulse
 from stormplus_bench import rows
 from stormplus_bench.plan import FOLDER, KEYS, Plan, Run
 
@@ -49,6 +51,7 @@ def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> N
         + (f"{jobs} at a time" if jobs else "divided by the number of workers")
         + " (measuring comes on top)",
         highlight=False,
+        markup=False,
         soft_wrap=True,
     )
 
@@ -140,8 +143,7 @@ def _round(  # noqa: PLR0917
 ) -> None:
     """One benchopt process; what it prints goes to the log beside the journal."""
     with tempfile.TemporaryDirectory() as scratch, _log(journal).open("w") as output:
-        config = Path(scratch) / "suite.yml"
-        config.write_text(yaml.safe_dump(_only(plan.config)))
+        config = write_whole(Path(scratch) / "suite.yml", yaml.safe_dump(_only(plan.config)))
         child = subprocess.Popen(
             [*command, "--config", str(config), "--output", f"{scratch}/results.parquet"],
             stdout=output,
@@ -189,6 +191,7 @@ def _watch(  # noqa: PLR0917
     )
     total, finished = sum(wanted.values()), 0.0
     start = changed = time.monotonic()
+    pulse, done = Pulse(console), set[rows.Key]()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total, done=0, total_runs=len(left), left="")
         size = -1
@@ -203,7 +206,9 @@ def _watch(  # noqa: PLR0917
             # The projection, until a run has ended and tells the real pace.
             pace = finished / (changed - start) if finished else workers
             seconds = (total - finished) / pace - (time.monotonic() - changed)
-            progress.update(task, left=timedelta(seconds=max(0, round(seconds))))
+            still = timedelta(seconds=max(0, round(seconds)))
+            progress.update(task, left=still)
+            pulse.beat(f"{len(done)}/{len(left)} runs, {finished / total:.0%}, left {still}")
             if ended:
                 return
             time.sleep(POLL)

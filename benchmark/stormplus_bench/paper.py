@@ -6,6 +6,7 @@ end of the range, and a long run of each method at its best rate.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from dataclasses import dataclass
@@ -15,8 +16,8 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from matplotlib.figure import Figure
-from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
+from stormplus.files import write_whole
 from stormplus_bench import figures, finals, markdown, rows
 from stormplus_bench.claims import METRICS, claims
 from stormplus_bench.methods import ordered
@@ -165,14 +166,14 @@ def write(journal: Path, scale: Scale, folder: Path) -> list[Path]:
     for name, picture in drawn.items():
         written.append(folder / f"{name}.png")
         save(picture, written[-1])
-    written.append(folder / "paper.md")
-    written[-1].write_text(text)
-    return written
+    return [*written, write_whole(folder / "paper.md", text)]
 
 
 def save(drawn: Figure, file: Path) -> None:
     """Without a date or a version in it: the same rows give the same file."""
-    drawn.savefig(file, dpi=130, metadata={"Software": None})
+    content = io.BytesIO()
+    drawn.savefig(content, format="png", dpi=130, metadata={"Software": None})
+    write_whole(file, content.getvalue())
 
 
 def _where(frame: pd.DataFrame) -> str:
@@ -234,27 +235,18 @@ def with_epochs(frame: pd.DataFrame, images: int) -> pd.DataFrame:
 
 
 def figure(frame: pd.DataFrame, rates: dict[str, float]) -> Figure:
-    """Two rows of four panels: the paper's x axis above, the fair one below."""
-    drawn = Figure(figsize=(15, 7.4), layout="constrained")
-    grid = drawn.subplots(2, len(PANELS))
-    cut = False
-    for row, (axis, axis_name) in zip(grid, AXES.items()):
-        for panel, (metric, name) in zip(row, PANELS.items()):
-            cut |= _panel(panel, frame, axis, metric)
-            panel.set_title(name)
-            panel.set_xlabel(axis_name)
+    """Four rows of two panels: the paper's x axis on the left, the fair one on the right."""
     methods = ordered(frame["method"])
-    handles = [
-        grid[0][0].plot([], [], label=f"{m} (lr {rates[m]:g})", **style_of(m).line())[0]
-        for m in methods
-    ]
-    drawn.legend(
-        handles=handles,
-        loc="outside lower center",
-        ncols=len(methods),
-        frameon=False,
-        title=f"losses above {TOP} times the first one are not shown" if cut else None,
-    )
+    labels = {method: f"{method} (lr {rates[method]:g})" for method in methods}
+    drawn, panels = figures.canvas(len(PANELS) * len(AXES), 1.9, methods, labels=labels)
+    cut = False
+    places = [(metric, axis) for metric in PANELS for axis in AXES]
+    for panel, (metric, axis) in zip(panels, places):
+        cut |= _panel(panel, frame, axis, metric)
+        panel.set_title(PANELS[metric], fontsize=9)
+        panel.set_xlabel(AXES[axis], fontsize=8)
+    if cut:
+        drawn.legends[0].set_title(f"losses above {TOP} times the first one are not shown")
     return drawn
 
 
@@ -269,14 +261,12 @@ def _panel(panel: Any, frame: pd.DataFrame, axis: str, metric: str) -> bool:
         return False
     panel.set_xscale("log")
     panel.set_yscale("log")
+    figures.log_ticks(panel.xaxis)
     values = figures.finite(seen[metric])
     top = TOP * float(frame[frame[axis] == 0][metric].median())
-    if not (values > top).any():
-        return False
-    low = values.min()
-    panel.set_ylim(low / (top / low) ** 0.05, top)
-    if top / low < 10:  # a decade or less has too few powers of ten to read it by
-        panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 6, 8)))
-        panel.yaxis.set_major_formatter(ScalarFormatter())
-        panel.yaxis.set_minor_formatter(NullFormatter())
-    return True
+    cut = bool((values > top).any())
+    if cut:
+        low = values.min()
+        panel.set_ylim(low / (top / low) ** 0.05, top)
+    figures.log_ticks(panel.yaxis)
+    return cut

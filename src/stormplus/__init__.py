@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stormplus.torch import StormPlus as StormPlus
     from stormplus.torch import UniformIterate as UniformIterate
     from stormplus.torch import Untuned as Untuned
+    from stormplus.torch import pair_lock as pair_lock
     from stormplus.torch import recalibrate as recalibrate
     from stormplus.torch import same_sample as same_sample
     from stormplus.torch import scaled_step as scaled_step
@@ -29,6 +30,7 @@ _HOME = {
     "SimplifiedStormPlus": "stormplus.torch",
     "Storm": "stormplus.torch",
     "UniformIterate": "stormplus.torch",
+    "pair_lock": "stormplus.torch",
     "recalibrate": "stormplus.torch",
     "same_sample": "stormplus.torch",
     "scaled_step": "stormplus.torch",
@@ -42,6 +44,7 @@ __all__ = [
     "UniformIterate",
     "Untuned",
     "minimize",
+    "pair_lock",
     "recalibrate",
     "same_sample",
     "scaled_step",

@@ -95,7 +95,8 @@ def test_a_transient_does_not_press_the_curves_into_one_line():
     losses = {m: [2.0, 1.5, 1.0] for m in SOLVERS} | {"STORM+ mean": [2.0, 15000.0, 1.0]}
     frame = long_frame(losses, {m: [0.1, 0.2, 0.3] for m in SOLVERS})
     drawn = figure(frame, dict.fromkeys(SOLVERS, 0.1))
-    loss, _, accuracy, _ = drawn.axes[:4]
+    loss, accuracy = drawn.axes[0], drawn.axes[4]
+    assert [axis.get_xlabel() for axis in drawn.axes[:2]] == ["epochs", "gradient evaluations"]
     assert loss.get_ylim()[1] == 3.0  # 1.5 times the first one
     assert loss.get_ylim()[0] < 1.0
     assert accuracy.get_ylim()[1] < 0.5

@@ -26,7 +26,7 @@ Scales (ResNet34 at each of them):
 
 \b
 Examples:
-  stormplus data cifar10 --folder ~/data
+  stormplus data cifar10 --data-dir ~/data
   STORMPLUS_DATA=~/data stormplus paper                 everything, on a GPU
   STORMPLUS_DATA=~/data stormplus paper --scale cpu --jobs 2
   stormplus paper --scale cpu --redraw                  the figures again, from the rows
@@ -72,7 +72,7 @@ def paper(  # noqa: PLR0917
         if not redraw:
             run_stages(SCALES[scale], journal, jobs, threads, console)
         for file in write(journal, SCALES[scale], output):
-            console.print(f"wrote {file}", highlight=False)
+            console.print(f"wrote {file}", highlight=False, markup=False)
 
 
 def run_stages(scale: Scale, journal: Path, jobs: int, threads: int, console: Console) -> None:

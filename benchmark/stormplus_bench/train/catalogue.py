@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -267,3 +267,16 @@ def _standard(x: Tensor) -> Tensor:
 def _pixels(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of pixels, summed over the image and divided by its size."""
     return F.binary_cross_entropy_with_logits(logits, _unit(target).flatten(1))
+
+
+# All of them, by name.
+EVERY: dict[str, Callable[[], Workload]] = {
+    **SMOOTH,
+    "mlp-digits": partial(digits, "mlp"),
+    "cnn-digits": partial(digits, "cnn"),
+    "cnn-mnist": partial(mnist, "cnn"),
+    "autoencoder-mnist": partial(mnist, "autoencoder"),
+    "bncnn-cifar10": partial(cifar10, "bncnn"),
+    "resnet-cifar10": partial(cifar10, "resnet"),
+    "gpt-shakespeare": shakespeare,
+}

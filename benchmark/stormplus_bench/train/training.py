@@ -142,9 +142,11 @@ def reset_peak_memory() -> None:
 def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
     """The record of a finished run for the journal; `run` says its method and rate."""
     workload = training.workload
+    files = run.get("files", {}) | ({"workload": workload.version} if workload.version else {})
     return {
         "workload": workload.name,
         **run,
+        **({"files": files} if files else {}),
         "seed": training.seed,
         "status": training.status,
         "budget": workload.budget,

@@ -33,6 +33,7 @@ class Workload(ABC):
         batch_norm: Whether the model has running statistics.
         fractions: Of the budget, where the run is measured.
         measured: At most so many examples of each split are measured.
+        version: Of the file that it is from, "" if it is the benchmark's own.
     """
 
     name: str
@@ -42,6 +43,7 @@ class Workload(ABC):
     batch_norm = False
     fractions: tuple[float, ...] = FRACTIONS
     measured: int
+    version = ""
     device = "cpu"
 
     @abstractmethod

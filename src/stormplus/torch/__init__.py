@@ -9,6 +9,7 @@ except ModuleNotFoundError as error:
 
 from stormplus.torch.batchnorm import recalibrate as recalibrate
 from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer
+from stormplus.torch.core.random import pair_lock as pair_lock
 from stormplus.torch.loops import same_sample as same_sample
 from stormplus.torch.loops import scaled_step as scaled_step
 from stormplus.torch.loops import verify_closure as verify_closure
@@ -27,6 +28,7 @@ __all__ = [
     "StormPlus",
     "UniformIterate",
     "Untuned",
+    "pair_lock",
     "recalibrate",
     "same_sample",
     "scaled_step",

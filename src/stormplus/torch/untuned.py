@@ -51,6 +51,13 @@ Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among a
 _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
+_NO_LR = (
+    "there is no rate to set, and Adam's 1e-3 would all but stop the run. Leave it out; a "
+    "scheduler multiplies param_groups[...]['lr'], which is 1.0, and a group may have a `factor` "
+    "of its own"
+)
+
+
 class Untuned(BaseOptimizer):
     """One gradient per step, Adam's memory, and nothing to tune.
 
@@ -60,11 +67,11 @@ class Untuned(BaseOptimizer):
         z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
         x    <- mean of z over about the last tenth of the run          the average
         y     = 0.1 z + 0.9 x                                           the parameters
-        r    <- min(max(r, RMS of z - z_1), R)                          from 0.03 R on
+        r    <- min(max(r, RMS of z - z_1), R)                          from R / 60 on
 
     R is the tensor's root mean square at the start, or one over the root of its inputs if that
-    is larger. No step is larger than R / 20 in the mean, and none moves a coordinate by more
-    than r. docs/untuned.md has the whole rule and the study behind it.
+    is larger. No step is larger than the first, R / 60, and none moves a coordinate by more than
+    r. docs/untuned.md has the whole rule and the study behind it.
 
     It is a plain torch optimizer: `loss.backward(); opt.step()`, a closure if you like, any
     trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into
@@ -93,6 +100,7 @@ class Untuned(BaseOptimizer):
             anything has moved.
     """
 
+    _layout: _Layout | None = None
     _numbers: ClassVar[dict[str, float]] = {
         "step": 0.0,
         "step_size": 0.0,
@@ -106,6 +114,7 @@ class Untuned(BaseOptimizer):
     _shown = ("step", "step_size", "distance")
     _kept = ("_state_dtype", "_trusted")
     _lent: ClassVar[dict[str, Buffer]] = {"iterate": Buffer(wide=False)}
+    _absent: ClassVar[dict[str, str]] = {"lr": _NO_LR}
 
     def __init__(
         self,
@@ -119,7 +128,6 @@ class Untuned(BaseOptimizer):
         if state_dtype not in _STATE_DTYPES:
             raise ValueError(f"state_dtype must be torch.bfloat16 or None, got {state_dtype!r}")
         self._state_dtype = None if state_dtype == torch.float32 else state_dtype
-        self._layout: _Layout | None = None
         self._trusted = 0  # the generation whose parameters have been compared with the state
         buffers = {
             "lead": Buffer(dtype=self._state_dtype),
@@ -316,6 +324,8 @@ class Untuned(BaseOptimizer):
         return {"grad_evaluations": 0, "averaged": 0}
 
     def _check_options(self, group: dict[str, Any]) -> None:
+        if group["lr"] != 1.0 and not self._renewing:
+            raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {_NO_LR}")
         factor = group["factor"]
         if not (isinstance(factor, (int, float)) and 0 <= factor < float("inf")):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
@@ -356,14 +366,15 @@ class _Layout:
             p, row = member.p, member.bucket
             sample = self._samples[row] = _Sample(p)
             self.sizes[row], self._counts[row] = max(sample.size, 1), max(sample.count, 1)
-            self.natural[row] = rules.natural_scale(p[0].numel() if p.ndim > 1 else p.numel())
+            outputs = p.shape[0] if p.ndim + p.is_complex() > 1 else 1
+            self.natural[row] = rules.natural_scale(sample.size // max(outputs, 1))
             self._groups[row] = member.group
 
     def lots(self) -> list[_Lot]:
         """The tensors that have a gradient, by what a pass must know of all of them."""
         found: dict[Any, _Lot] = {}
         for member, g, joining in self.roster.present():
-            if g is None:
+            if g is None or member.p.numel() == 0:
                 continue  # no gradient, no step: tensors do not depend on one another
             item = self.roster.item(member, g)
             key = member.process_groups, item.x.device, item.x.dtype

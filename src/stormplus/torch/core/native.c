@@ -284,7 +284,7 @@ static inline Step step_of(const double *numbers, int64_t count, int64_t i) {
             (void)place, (void)key, (void)other;                                                   \
             double grad = step.sign * (double)LOAD(g[i]), old = (double)LOAD_S(unit[i]);           \
             double s = __builtin_sqrt((1 - step.w) * (old * old) + step.w * (grad * grad));        \
-            double u = s > 0 ? grad / s : 0;                                                       \
+            double u = s == 0 ? 0 : grad / s;                                                      \
             u_sq += u * u;                                                                         \
             W y = MASTERED ? Y(master[i], x[i], LOAD, STORE) : LOAD(x[i]);                         \
             W e = LOAD_S(lead[i]), move = (W)u * alpha;                                            \
