@@ -88,6 +88,12 @@ def test_statistics_are_means_over_the_batches(make, form):
     assert net[1].num_batches_tracked == len(data)
 
 
+def test_an_evaluation_of_ones_own():
+    net, data = model(), batches()
+    recalibrate(net, range(len(data)), evaluate=lambda i: net(data[i]))
+    assert_by_hand(net, data)
+
+
 def test_modes_momenta_parameters_and_random_numbers_stay():
     net = model()
     net.eval()
@@ -116,7 +122,7 @@ def test_as_torch_does_without_dropout():
 def test_a_failure_leaves_the_statistics_as_they_were():
     net = shaken(model()).train()
     before = statistics(net)
-    with pytest.raises(ValueError, match="got no batches.*pass some of the training data"):
+    with pytest.raises(ValueError, match=r"got no batches.*pass some of the training data"):
         recalibrate(net, iter(()))
     with pytest.raises(RuntimeError):
         recalibrate(net, [*batches(1), torch.zeros(2, 99, dtype=torch.float64)])

@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import _disable_dynamo, nn  # type: ignore[attr-defined]
 
 from stormplus.integrations.point import Point
-from stormplus.torch import Untuned
-from stormplus.torch.batchnorm import statistics_anew
+from stormplus.torch import Untuned, recalibrate
 
 FORGOTTEN = (
     "the model holds the iterate of Untuned, not the average of the run, which is what you want "
@@ -85,7 +84,8 @@ class Average:
                     stacklevel=2,
                 )
                 opt.reset()
-            opt.train()
+            if opt.at_average:
+                opt.train()
             point.forget()
 
     @contextmanager
@@ -109,12 +109,8 @@ class Average:
             return
         self._calibrated = steps
         devices = {p.device for opt in self.optimizers for p in opt.parameters()}
-        with (
-            torch.random.fork_rng([d for d in devices if d.type == "cuda"]),
-            statistics_anew(self._model) as norms,
-        ):
-            for evaluate in self._seen if norms else ():
-                evaluate()
+        with torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
+            recalibrate(self._model, self._seen, evaluate=lambda again: again())
 
     def follow(self, module: nn.Module) -> ExitStack:
         """Let a module say what is wanted: a call in train mode the iterate, else the average.
@@ -134,6 +130,7 @@ class Average:
             stack.callback(hook.remove)
         return stack
 
+    @_disable_dynamo  # the module may be compiled
     def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self.optimizers:
             return
@@ -156,8 +153,8 @@ def ignore_lr(lr: Any, stacklevel: int = 3) -> None:
     if lr is None or float(lr) == 1.0:
         return
     warnings.warn(
-        f"lr={float(lr):g} is ignored: Untuned measures its own step sizes, and lr is no rate there "
-        "but a factor on all of them, 1.0. Leave it out, or pass 1.0. A scheduler may still "
+        f"lr={float(lr):g} is ignored: Untuned measures its own step sizes, and lr is no rate "
+        "there but a factor on all of them, 1.0. Leave it out, or pass 1.0. A scheduler may still "
         "multiply it, and a parameter group may have a factor of its own",
         stacklevel=stacklevel,
     )

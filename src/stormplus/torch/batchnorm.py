@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,12 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from stormplus.torch.core.random import RunningStatistics
 
 
-def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
+def recalibrate(
+    model: nn.Module,
+    batches: Iterable[Any],
+    *,
+    evaluate: Callable[[Any], Any] | None = None,
+) -> None:
     """Take BatchNorm's running statistics anew, over some batches.
 
     The statistics that a model has after training belong to the iterates. At another point, the
@@ -34,16 +40,18 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
         batches: What `model` takes, on its device: tensors; dictionaries, which it gets as
             keywords; tuples and lists, of which it gets the first, or as many as its `forward`
             must have. So a loader of pairs (x, y) will do. A few dozen are enough.
+        evaluate: Called with each batch in place of the model, if that is not how it is used.
 
     Raises:
         ValueError: If there are no batches.
     """
-    with statistics_anew(model) as norms:
+    evaluate = evaluate or partial(_evaluate, model)
+    with _statistics_anew(model) as norms:
         if not norms:
             return
         evaluated = False
         for batch in batches:
-            _evaluate(model, batch)
+            evaluate(batch)
             evaluated = True
         if not evaluated:
             raise ValueError(
@@ -53,7 +61,7 @@ def recalibrate(model: nn.Module, batches: Iterable[Any]) -> None:
 
 
 @contextmanager
-def statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
+def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
     """Evaluations in here are those that running statistics are taken over.
 
     Yields:
