@@ -103,7 +103,8 @@ def test_fp16_without_the_callback_is_refused():
 
 def test_accumulation_without_the_callback_is_another_run():
     module = Module()
-    trainer(accumulate_grad_batches=2).fit(module, loader())
+    with pytest.warns(RuntimeWarning, match="does not zero the gradients"):
+        trainer(accumulate_grad_batches=2).fit(module, loader())
     assert module.net.evaluations == BATCHES + 2  # only the last micro-batch is seen twice
     expected = plain_run(epochs=1, accumulate=2).states[-1]
     assert not torch.allclose(module.net.body[0].weight, expected["body.0.weight"], rtol=1e-3)
