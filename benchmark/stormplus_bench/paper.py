@@ -19,6 +19,7 @@ from matplotlib.ticker import LogLocator, NullFormatter, ScalarFormatter
 
 from stormplus_bench import figures, finals, markdown, rows
 from stormplus_bench.claims import METRICS, claims
+from stormplus_bench.course import neighbour
 from stormplus_bench.methods import ordered
 from stormplus_bench.style import style_of
 
@@ -101,9 +102,9 @@ def extension(scale: Scale, frame: pd.DataFrame) -> dict[str, Any] | None:
         if not math.isfinite(row.loss) or len(rates) >= len(scale.rates) + EXTENSIONS:
             continue
         if row.lr == rates[0]:
-            more[row.method] = [_neighbour(rates[0], -1)]
+            more[row.method] = [neighbour(rates[0], -1)]
         elif row.lr == rates[-1]:
-            more[row.method] = [_neighbour(rates[-1], +1)]
+            more[row.method] = [neighbour(rates[-1], +1)]
     return _config(scale.sweep_images, scale.sweep_evaluations, more) if more else None
 
 
@@ -121,12 +122,6 @@ def _config(images: int, evaluations: int, rates: dict[str, list[float]]) -> dic
             {SOLVERS[method][0]: {"lr": lrs, **SOLVERS[method][1]}} for method, lrs in rates.items()
         ],
     }
-
-
-def _neighbour(lr: float, step: int) -> float:
-    """The next of ..., 0.0001, 0.000316, 0.001, ...: half a decade, three digits."""
-    exponent = (round(2 * math.log10(lr)) + step) / 2
-    return float(f"{10**exponent:.3g}")
 
 
 def report(frame: pd.DataFrame, scale: Scale) -> tuple[dict[str, Figure], str]:
