@@ -4,21 +4,28 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from stormplus_bench import markdown, rows
-from stormplus_bench.paper import SCALES, report, save
+from stormplus_bench import course, markdown, paper, paper_panels, rows
 
 FOLDER = Path("docs")
 ROWS = FOLDER / "results" / "paper.jsonl"
-FIGURES = {"paper": "paper.png", "sweep": "paper_sweep.png"}
+COURSE_ROWS = FOLDER / "results" / "course.jsonl"
+FIGURES = {
+    "course": "paper_course.png",
+    "estimator": "paper_estimator.png",
+    "paper": "paper.png",
+    "sweep": "paper_sweep.png",
+}
 
 
 def main() -> None:
-    drawn, text = report(rows.load(ROWS), SCALES["cpu"])
+    end = course.report(rows.read(COURSE_ROWS), course.COURSES["course"])
+    drawn, start = paper.report(rows.load(ROWS), paper.SCALES["cpu"])
     page = FOLDER / "paper-experiment.md"
-    old = page.read_text(encoding="utf-8")
-    content = markdown.replace(old, text, "paper", str(page))
-    for name, picture in drawn.items():
-        save(picture, FOLDER / "figures" / FIGURES[name])
+    content = page.read_text(encoding="utf-8")
+    for name, text in (("summary", end.summary), ("course", end.text), ("paper", start)):
+        content = markdown.replace(content, text, name, str(page))
+    for name, picture in (end.figures() | drawn).items():
+        paper_panels.save(picture, FOLDER / "figures" / FIGURES[name])
     page.write_text(content, encoding="utf-8")
 
 

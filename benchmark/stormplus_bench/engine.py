@@ -205,7 +205,7 @@ def _watch(  # noqa: PLR0917
             if news:
                 size, parts = now, shares
                 done = rows.keys(journal) & wanted.keys()
-                shares = {k: 1.0 for k in done} | {k: shares[k] for k in shares.keys() - done}
+                shares = dict.fromkeys(done, 1.0) | {k: shares[k] for k in shares.keys() - done}
                 finished = sum(wanted[k] * share for k, share in shares.items())
                 changed = time.monotonic()
                 progress.update(task, completed=finished, done=len(done))

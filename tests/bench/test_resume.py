@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from small_network import small
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam
 
@@ -12,7 +13,6 @@ from stormplus_bench.train import networks
 from stormplus_bench.train.estimator import ORDERS, QUANTITIES
 from stormplus_bench.train.steppers import AtAverage, Averaged, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training, forget, part_file, row_of, share_file
-from stormplus_bench.train.workload import Network
 
 STEPPERS = {
     "SGD momentum": lambda t: OneGradient(SGD(t.model.parameters(), 0.1, momentum=0.9)),
@@ -23,23 +23,6 @@ STEPPERS = {
     "simplified STORM+": lambda t: TwoGradients(SimplifiedStormPlus(t.model.parameters(), 0.1)),
     "Untuned": lambda t: AtAverage(Untuned(t.model.parameters(), 1.0)),
 }
-
-
-def small(batches=5):
-    """A network with BatchNorm on a few random images; the budget counts samples."""
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(4 * batches, 2, 4, 4, generator=generator)
-    targets = torch.randint(3, (4 * batches,), generator=generator)
-
-    def make():
-        return nn.Sequential(
-            nn.Conv2d(2, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(16, 3)
-        )
-
-    workload = Network("small", make, (inputs, targets), (inputs, targets), budget=8, batch_size=4)
-    workload.counts, workload.resumes, workload.watches = "samples", True, True
-    workload.fractions = (0, 0.25, 0.5, 1)
-    return workload
 
 
 def walk(training, places):

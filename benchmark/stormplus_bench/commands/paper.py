@@ -13,10 +13,9 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.console import Console
 
 from stormplus.interrupts import EXIT_CODES, explained
-from stormplus_bench import rows
+from stormplus_bench import course, rows
 from stormplus_bench.commands.compare import JOBS, THREADS
 from stormplus_bench.course import COURSES, METHODS, Course
-from stormplus_bench.course import stage as next_stage
 from stormplus_bench.data import VARIABLE
 from stormplus_bench.engine import announce, execute
 from stormplus_bench.paper import SCALES, SOLVERS, Scale, extension, long_runs, sweep, write
@@ -96,10 +95,12 @@ def paper(  # noqa: PLR0917
         if scale in COURSES:
             if not redraw:
                 run_course(COURSES[scale], journal, methods or METHODS, jobs, threads, console)
-            return
-        if not redraw:
-            run_stages(SCALES[scale], journal, jobs, threads, console)
-        for file in write(journal, SCALES[scale], output):
+            written = course.write(journal, COURSES[scale], output)
+        else:
+            if not redraw:
+                run_stages(SCALES[scale], journal, jobs, threads, console)
+            written = write(journal, SCALES[scale], output)
+        for file in written:
             console.print(f"wrote {file}", highlight=False)
 
 
@@ -115,7 +116,7 @@ def run_stages(scale: Scale, journal: Path, jobs: int, threads: int, console: Co
 
 
 def run_course(  # noqa: PLR0917
-    course: Course,
+    plan: Course,
     journal: Path,
     methods: Collection[str],
     jobs: int,
@@ -123,7 +124,7 @@ def run_course(  # noqa: PLR0917
     console: Console,
 ) -> None:
     """What is to be run next, until there is nothing more; goes on where it was left."""
-    while (following := next_stage(course, done(journal), methods)) is not None:
+    while (following := course.stage(plan, done(journal), methods)) is not None:
         run_stage(*following, journal=journal, jobs=jobs, threads=threads, console=console)
 
 
