@@ -195,7 +195,7 @@ def _watch(  # noqa: PLR0917
     start = changed = time.monotonic()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total, done=0, total_runs=len(left), left="")
-        size, parts = -1, _shares(left, journal)
+        size, parts = -2, _shares(left, journal)  # no file's: the first look is news
         already = sum(wanted[k] * share for k, share in parts.items())
         while True:
             ended = child.poll() is not None

@@ -1,12 +1,15 @@
 """The course: what is run next, how it goes on, and what its page says."""
 
 import itertools
+from io import StringIO
+from types import SimpleNamespace
 
 import pandas as pd
 import pytest
 import torch
 from bench_rows import make_row, write_rows
 from click.testing import CliRunner
+from rich.console import Console
 from small_network import small
 from torch.optim import SGD
 
@@ -187,6 +190,22 @@ def test_progress_within_a_run_counts_as_progress(tmp_path, monkeypatch):
     with pytest.raises(engine.RunsFailed, match="1 of 1 runs gave no row"):
         engine.execute(Plan({}, [run], {}, {"w": 1.0}), journal)
     assert len(rounds) == 3  # twice it got further, once it did not
+
+
+def test_the_time_left_counts_what_a_run_has_done_and_is_told_in_a_file_too(tmp_path, monkeypatch):
+    journal, run = tmp_path / "rows.jsonl", Run("w", "SGD", 0.1, 0, 100)
+    share = share_file(part_file(journal, run.key))
+    share.parent.mkdir()
+    share.write_text("0.5")
+    polls = iter([None, 0])
+    monkeypatch.setattr(engine, "POLL", 0)
+    output = StringIO()
+    child = SimpleNamespace(poll=lambda: next(polls))
+    plan = Plan({}, [run], {}, {"w": 1.0})
+    engine._watch(child, plan, [run], journal, Console(file=output, width=200), 1)
+    lines = output.getvalue().splitlines()
+    assert lines[0] == "0/1 runs, 50%, left 0:00:50"  # 50 of 100 evaluations, a second each
+    assert not lines[1].startswith("0/1 runs, 50%, left")  # once: there was no news
 
 
 def test_the_page_of_a_whole_course():

@@ -50,13 +50,13 @@ def quantities(optimizer: StormPlus, model: nn.Module, workload: Network) -> dic
     for seed in ORDERS:
         mean, count = [torch.zeros_like(p) for p in params], 0
         for batch in workload.batch_gradients(model, seed):
-            torch._foreach_add_(mean, batch)
+            for total, part in zip(mean, batch):
+                total.add_(part)
             square += dot(batch, batch)
             count += 1
-        torch._foreach_div_(mean, count)
-        means.append(mean)
+        means.append([total / count for total in mean])
     found["full_grad_sq"] = dot(*means)
-    found["error_sq"] = dot(*(torch._foreach_sub(d, mean) for mean in means))
+    found["error_sq"] = dot(*([a - b for a, b in zip(d, mean)] for mean in means))
     found["batch_error_sq"] = square / (count * len(ORDERS)) - found["full_grad_sq"]
     return {name: float(found[name]) for name in QUANTITIES}
 
