@@ -23,7 +23,7 @@ AXES = {"epoch": "epochs", "evaluations": "gradient evaluations"}
 CLOSE = 0.03  # in accuracy and in loss; or a tenth of the smaller loss, if that is more
 LAST = 3  # measurements that say how much a run wanders
 NOT_RUN = "not run yet"
-STATEMENTS = (
+CLAIMS = (
     "there is no noticeable practical advantage for STORM+",
     "STORM+ is comparable with the other adaptive methods",
     "STORM and STORM+ are quite close under all four metrics",
@@ -107,13 +107,13 @@ class Standings:
 
 
 def verdicts(frame: pd.DataFrame, reading: Reading) -> dict[str, str]:
-    """What the rows say of each statement: "seen", "not seen", "inconclusive".
+    """What the rows say of each claim: "seen", "not seen", "inconclusive".
 
     Where a method that a reading needs is not there: `NOT_RUN`.
     """
     frame = frame[frame["method"].isin(reading.methods)]
     if not set(reading.methods) <= set(frame["method"]):
-        return dict.fromkeys(STATEMENTS, NOT_RUN)
+        return dict.fromkeys(CLAIMS, NOT_RUN)
     ends = Standings(frame, reading.axis)
     ours, rivals = [reading.ours], list(RIVALS)
     storms = [reading.storm, reading.ours]
@@ -130,7 +130,7 @@ def verdicts(frame: pd.DataFrame, reading: Reading) -> dict[str, str]:
             _better(ends, storms, ["SGD momentum", "AdaGrad"], TEST),
         ),
     )
-    return dict(zip(STATEMENTS, found, strict=True))
+    return dict(zip(CLAIMS, found, strict=True))
 
 
 def _both(*verdicts: str) -> str:

@@ -17,7 +17,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from matplotlib.figure import Figure
 
 from stormplus_bench import finals, markdown, paper_panels, paper_tables, rows
-from stormplus_bench.claims import AXES, NOT_RUN, Reading, verdicts
+from stormplus_bench.claims import AXES, NOT_RUN, Reading, Standings, verdicts
 from stormplus_bench.methods import ordered
 
 # By method: benchopt's name and options, and the first rate. Where there is a sweep it is the best
@@ -292,14 +292,21 @@ def _summary(
             )
     judged = {form: found for form, found in judged.items() if NOT_RUN not in found.values()}
     if judged:
-        parts.append("Of the paper's seven statements, at equal epochs, the paper's axis:")
+        parts.append("Of the paper's seven claims, at equal epochs, the paper's axis:")
         parts.append("; ".join(_listed(judged)) + ".")
+    ends = Standings(chosen, "epoch")
+    reached = [
+        f"{method} {value['train_accuracy']:.2f} and {value['valid_accuracy']:.2f}"
+        for method in ordered(ends.values)
+        for value in [ends.values[method]]
+    ]
+    parts.append(f"Training and test accuracy at the end: {', '.join(reached)}.")
     parts += [reduced(method, table) for method, table in tables.items()]
     return markdown.wrap(" ".join(parts))
 
 
 def _listed(judged: dict[str, dict[str, str]]) -> list[str]:
-    """The statements by what was found, and of those with two findings, by form."""
+    """The claims by what was found, and of those with two findings, by form."""
     titles = {"seen": "reproduced", "not seen": "not reproduced", "inconclusive": "inconclusive"}
     found: dict[str, list[str]] = {}
     for text in next(iter(judged.values())):

@@ -10,7 +10,7 @@ from functools import partial
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, markdown
-from stormplus_bench.claims import AXES, METRICS, STATEMENTS, Reading, Standings, verdicts
+from stormplus_bench.claims import AXES, CLAIMS, METRICS, Reading, Standings, verdicts
 from stormplus_bench.methods import ordered
 
 PANELS = {
@@ -89,8 +89,8 @@ def standings(frame: pd.DataFrame, axis: str) -> str:
 
 
 def judged(frame: pd.DataFrame, readings: Sequence[Reading]) -> str:
-    """One line for each statement of the paper, one column for each reading."""
+    """One line for each claim of the paper, one column for each reading."""
     cells = pd.DataFrame(
-        {reading.title: verdicts(frame, reading) for reading in readings}, index=list(STATEMENTS)
+        {reading.title: verdicts(frame, reading) for reading in readings}, index=list(CLAIMS)
     )
     return markdown.table(cells, "the paper says") + "\n"

@@ -242,6 +242,7 @@ def test_the_page_says_what_is_not_there_yet():
     summary = made.summary.replace("\n", " ")
     assert "Not every run of this course has been made yet" in summary
     assert "cannot be judged before STORM mean, AdaGrad has run" in summary
+    assert "accuracy at the end: STORM+ mean 0.90 and 0.45, SGD momentum 0.90 and 0.45" in summary
     with pytest.raises(ValueError, match="no run of the course"):
         report([], COURSE)
 

@@ -25,7 +25,7 @@ from click.testing import CliRunner
 from rich.console import Console
 
 from stormplus_bench import rows
-from stormplus_bench.claims import METRICS, NOT_RUN, STATEMENTS, Reading, Standings, verdicts
+from stormplus_bench.claims import CLAIMS, METRICS, NOT_RUN, Reading, Standings, verdicts
 from stormplus_bench.commands import paper as command
 from stormplus_bench.paper import SCALES, SOLVERS, Scale, extension, long_runs, report, write
 from stormplus_bench.paper_panels import curves
@@ -202,7 +202,7 @@ def test_the_claims_are_read_off_the_rows():
     # 0.8 and 1, beyond a tenth of 0.5. Close: yes. Ahead in training: not in accuracy, Adam has
     # 0.62. Adam and SGD behind: the same. Adam generalises best, by little: yes; followed by
     # ours, 0.61 against 0.6: yes.
-    assert list(found) == list(STATEMENTS)
+    assert list(found) == list(CLAIMS)
     assert list(found.values()) == [
         *("seen", "not seen", "seen", "not seen", "not seen", "seen", "seen")
     ]
@@ -234,7 +234,7 @@ def test_each_claim_tests_its_own_sentence(losses, accuracies, expected):
     assert {text: found[text] for text in expected} == expected
 
 
-CLOSE = STATEMENTS[2]
+CLOSE = CLAIMS[2]
 
 
 def test_each_form_of_ours_is_judged_by_itself():
@@ -256,7 +256,7 @@ def test_a_method_that_is_not_there_yet_leaves_the_verdict_open():
     frame = ends(all_at(1.0), all_at(0.5))
     frame = frame[frame["method"] != "AdaGrad"]
     found = verdicts(frame, Reading("STORM+", "STORM", "epoch"))
-    assert found == dict.fromkeys(STATEMENTS, NOT_RUN)
+    assert found == dict.fromkeys(CLAIMS, NOT_RUN)
 
 
 def test_a_gap_within_the_wander_is_inconclusive():
@@ -310,7 +310,7 @@ def test_a_run_that_diverges_is_last_and_holds_nobody_back():
     assert judged(losses, all_at(0.6))[CLOSE] == "seen"
     # Two that diverged are level.
     told = judged(losses | {"STORM": None}, all_at(0.6))
-    assert [told[text] for text in STATEMENTS[:4]] == ["seen", "seen", "not seen", "not seen"]
+    assert [told[text] for text in CLAIMS[:4]] == ["seen", "seen", "not seen", "not seen"]
 
 
 def test_methods_are_compared_at_equal_epochs_or_evaluations():
