@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from matplotlib.figure import Figure
+
 from stormplus_bench import course, markdown, paper, paper_panels, rows
 
 FOLDER = Path("docs")
@@ -15,18 +17,31 @@ FIGURES = {
     "paper": "paper.png",
     "sweep": "paper_sweep.png",
 }
+SHOWN = (
+    f"![Loss and accuracy along the course]({Path('figures', FIGURES['course'])})",
+    f"![What STORM+ estimates along the course]({Path('figures', FIGURES['estimator'])})",
+)
+NONE = "No run of the course is there yet."
 
 
 def main() -> None:
-    end = course.report(rows.read(COURSE_ROWS), course.COURSES["course"])
     drawn, start = paper.report(rows.load(ROWS), paper.SCALES["cpu"])
+    summary, end, more = whole_course()
     page = FOLDER / "paper-experiment.md"
     content = page.read_text(encoding="utf-8")
-    for name, text in (("summary", end.summary), ("course", end.text), ("paper", start)):
+    for name, text in (("summary", summary), ("course", end), ("paper", start)):
         content = markdown.replace(content, text, name, str(page))
-    for name, picture in (end.figures() | drawn).items():
+    for name, picture in (drawn | more).items():
         paper_panels.save(picture, FOLDER / "figures" / FIGURES[name])
     page.write_text(content, encoding="utf-8")
+
+
+def whole_course() -> tuple[str, str, dict[str, Figure]]:
+    """The first paragraph, the section and the figures, of as many runs as there are."""
+    if not COURSE_ROWS.exists():
+        return NONE, NONE, {}
+    made = course.report(rows.read(COURSE_ROWS), course.COURSES["course"])
+    return made.summary, "\n\n".join([*SHOWN, made.text]), made.figures()
 
 
 if __name__ == "__main__":

@@ -85,7 +85,8 @@ def standings(frame: pd.DataFrame, axis: str) -> str:
             line[PANELS[metric]] = text
         lines[method] = line
     table = markdown.table(pd.DataFrame.from_dict(lines, orient="index"), "method")
-    return f"At {ends.reach:g} {AXES[axis]}:\n\n{table}\n"
+    name = AXES[axis] if ends.reach != 1 else AXES[axis].removesuffix("s")
+    return f"At {ends.reach:g} {name}:\n\n{table}\n"
 
 
 def judged(frame: pd.DataFrame, readings: Sequence[Reading]) -> str:

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from io import StringIO
@@ -32,6 +33,7 @@ from stormplus_bench.paper_panels import curves
 from stormplus_bench.paper_tables import standings
 from stormplus_bench.plan import Plan
 
+ROOT = Path(__file__).parents[2]
 INSIDE = dict.fromkeys(SOLVERS, 0.1)  # every best rate inside its range
 
 
@@ -151,23 +153,36 @@ def test_the_smallest_scale_runs_resnet34_and_resumes(tmp_path):
     assert "projected: 0.0 minutes for the other 0" in again.stdout
 
 
-@pytest.mark.long
-def test_the_page_says_what_the_rows_say(tmp_path, monkeypatch):
-    """The committed tables are those that `make paper-page` writes."""
-    root = Path(__file__).parents[2]
-    path = root / "benchmark" / "scripts" / "paper_experiment.py"
+def page_script():
+    """The script of `make paper-page`."""
+    path = ROOT / "benchmark" / "scripts" / "paper_experiment.py"
     spec = importlib.util.spec_from_file_location("page", path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    page = (root / "docs" / "paper-experiment.md").read_text()
+    return module
+
+
+@pytest.mark.long
+def test_the_page_says_what_the_rows_say(tmp_path, monkeypatch):
+    """The committed tables are those that `make paper-page` writes."""
+    module = page_script()
+    page = (ROOT / "docs" / "paper-experiment.md").read_text()
     (tmp_path / "figures").mkdir()
     (tmp_path / "paper-experiment.md").write_text(page)
     monkeypatch.setattr(module, "FOLDER", tmp_path)
     for name in ("ROWS", "COURSE_ROWS"):
-        monkeypatch.setattr(module, name, root / getattr(module, name))
+        monkeypatch.setattr(module, name, ROOT / getattr(module, name))
     module.main()
     assert (tmp_path / "paper-experiment.md").read_text() == page
-    assert {f.name for f in (tmp_path / "figures").iterdir()} == set(module.FIGURES.values())
+    shown = re.findall(r"\(figures/(.+?)\)", page)
+    assert sorted(f.name for f in (tmp_path / "figures").iterdir()) == sorted(shown)
+
+
+@pytest.mark.long
+def test_the_page_can_be_made_before_the_course_has_run(tmp_path, monkeypatch):
+    module = page_script()
+    monkeypatch.setattr(module, "COURSE_ROWS", tmp_path / "none.jsonl")
+    assert module.whole_course() == (module.NONE, module.NONE, {})
 
 
 def ends(losses, accuracies):
@@ -212,6 +227,9 @@ def test_the_numbers_behind_a_verdict_are_in_a_table():
     frame = ends(all_at(1.0, paired=0.5, AdaGrad=0.8), all_at(0.6, paired=0.61, Adam=0.62))
     text = standings(frame, "evaluations")
     assert text.startswith("At 60 gradient evaluations:")
+    assert standings(frame.assign(epoch=frame["epoch"].clip(upper=1)), "epoch").startswith(
+        "At 1 epoch:"
+    )
     assert "| AdaGrad | 0.1 | 1 | 0.800 | 0.800 | 0.600 | 0.600 |" in text
     assert "| Adam | 0.1 | 1 | 1.000 | 1.000 | 0.620 | 0.620 |" in text
 
