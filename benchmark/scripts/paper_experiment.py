@@ -21,7 +21,11 @@ SHOWN = (
     f"![Loss and accuracy along the course]({Path('figures', FIGURES['course'])})",
     f"![What STORM+ estimates along the course]({Path('figures', FIGURES['estimator'])})",
 )
-NONE = "No run of the course is there yet."
+NONE = "No run of the course has been made yet."
+ONLY_START = markdown.wrap(
+    "So far only the start of the experiment has been run: an epoch or two, on two cores. Most of the "
+    "paper's claims are about its end, and the runs that go there are still to be made."
+)
 
 
 def main() -> None:
@@ -39,7 +43,7 @@ def main() -> None:
 def whole_course() -> tuple[str, str, dict[str, Figure]]:
     """The first paragraph, the section and the figures, of as many runs as there are."""
     if not COURSE_ROWS.exists():
-        return NONE, NONE, {}
+        return ONLY_START, NONE, {}
     made = course.report(rows.read(COURSE_ROWS), course.COURSES["course"])
     return made.summary, "\n\n".join([*SHOWN, made.text]), made.figures()
 

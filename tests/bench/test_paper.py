@@ -183,7 +183,7 @@ def test_the_page_says_what_the_rows_say(tmp_path, monkeypatch):
 def test_the_page_can_be_made_before_the_course_has_run(tmp_path, monkeypatch):
     module = page_script()
     monkeypatch.setattr(module, "COURSE_ROWS", tmp_path / "none.jsonl")
-    assert module.whole_course() == (module.NONE, module.NONE, {})
+    assert module.whole_course() == (module.ONLY_START, module.NONE, {})
 
 
 def ends(losses, accuracies):
