@@ -23,8 +23,8 @@ SHOWN = (
 )
 NONE = "No run of the course has been made yet."
 ONLY_START = markdown.wrap(
-    "So far only the start of the experiment has been run: an epoch or two, on two cores. Most of the "
-    "paper's claims are about its end, and the runs that go there are still to be made."
+    "So far only the start of the experiment has been run: an epoch or two, on two cores. Most of "
+    "the paper's claims are about its end, and the runs that go there are still to be made."
 )
 
 

@@ -1,6 +1,7 @@
 """The course: what is run next, how it goes on, and what its page says."""
 
 import itertools
+import os
 from io import StringIO
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ from rich.console import Console
 from small_network import small
 from torch.optim import SGD
 
-from stormplus_bench import engine, rows
+from stormplus_bench import course, engine, rows
 from stormplus_bench.commands import paper as command
 from stormplus_bench.course import COURSES, METHODS, neighbour, report, stage, write
 from stormplus_bench.plan import Plan, Run
@@ -273,3 +274,19 @@ def test_the_frame_does_not_mind_what_a_row_has_on_top(tmp_path):
     assert isinstance(rows.load(journal), pd.DataFrame)
     (row,) = rows.read(journal)  # the last one of a run
     assert row["estimator"]["error_sq"][1] == 4.0
+
+
+@pytest.mark.long
+@pytest.mark.skipif("STORMPLUS_DATA" not in os.environ, reason="STORMPLUS_DATA is not set")
+def test_the_smallest_course_runs_to_its_end_and_keeps_nothing_half_done(tmp_path, monkeypatch):
+    monkeypatch.setattr(course, "RATES", 1)  # one is enough to see that it runs
+    run = ["--scale", "course-smoke", "--method", "STORM+", "--output", str(tmp_path)]
+    done = CliRunner().invoke(command.paper, run)
+    assert done.exit_code == 0, done.output
+    found = rows.read(tmp_path / "rows.jsonl")
+    assert {row["seed"] for row in found} == {0, 1}
+    assert all(row["curve"]["samples"][-1] == 4 for row in found)  # two epochs of two batches
+    assert all(row["curve"]["evaluations"][-1] == 7 for row in found)
+    assert all(len(row["estimator"]["error_sq"]) == 5 for row in found)
+    assert (tmp_path / "course.md").exists()
+    assert not list((tmp_path / "rows.parts").iterdir())

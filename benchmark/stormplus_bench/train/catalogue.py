@@ -204,7 +204,8 @@ def course(images: int, epochs: int) -> Network:
         prepare=_standard,
     )
     workload.counts = "samples"
-    workload.measured = len(valid[0])  # all of both
+    if images >= 1000:  # else it is run to see that it runs
+        workload.measured = len(valid[0])  # all of both
     workload.resumes = workload.watches = True
     return workload
 
