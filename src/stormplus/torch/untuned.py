@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -24,6 +24,7 @@ from stormplus.torch.core.base import BaseOptimizer
 from stormplus.torch.core.kernels import (
     CHUNK,
     NATIVE,
+    NativeUntuned,
     finite_or_nan,
     split,
     square_norm,
@@ -187,7 +188,7 @@ class Untuned(BaseOptimizer):
         Returns:
             A column of coefficients for each tensor, in the order that `_COEFFICIENTS` names.
         """
-        run = {name: self._run[name].cpu().numpy() for name in self._numbers}  # waits, once
+        run = layout.numbers(self._run, tuple(self._numbers))
         t = run["step"] + 1
         counted = run["counted"] + rules.counted_step(run["mean_square"])
         r = rules.next_distance(run["distance"], run["moved"], run["ceiling"])
@@ -200,29 +201,26 @@ class Untuned(BaseOptimizer):
                 f"{name_of(self.param_groups, bad)} is not finite, or too far from where it "
                 "began to be measured; nothing has moved: go back to the last checkpoint"
             )
+        # Who has no gradient stays as it is.
+        at = slice(None) if len(rows) == len(t) else rows
         new = {"step": t, "counted": counted, "distance": r, "step_size": eta}
-        if len(rows) < len(t):  # who has no gradient stays as it is
-            here = np.isin(np.arange(len(t)), rows)
-            new = {name: np.where(here, value, run[name]) for name, value in new.items()}
         for name, value in new.items():
-            self._run[name] = torch.from_numpy(value).to(self._run[name], non_blocking=True)
-        lr, weight_decay, sign = layout.options()
-        alpha, decay = lr * eta, weight_decay
+            run[name][at] = value[at]
+        layout.write(self._run, run, new)
+        lr, decay, sign = layout.options()
+        alpha = lr * eta
         if layout.decays:
             ceiling = np.where(run["ceiling"] > 0, run["ceiling"], 1)
-            decay = rules.decay_factor(weight_decay, alpha, layout.natural, ceiling)
+            decay = rules.decay_factor(decay, alpha, layout.natural, ceiling)
         w, c = rules.unit_weight(t), rules.average_weight(t)
         return np.array((alpha, lr * r, decay, w, c, sign, t))
 
     def _measure(self, layout: _Layout, rows: Rows, sums: Tensor) -> None:
         """Keep what this step has measured: the mean of (g / s)^2, and how far z has come."""
         sizes, counts = layout.sizes_like(sums)
-        measured = {"mean_square": sums[0] / sizes, "moved": (sums[1] / counts).sqrt()}
-        if len(rows) < len(sizes):
-            here = torch.zeros(len(sizes), dtype=torch.bool, device=sums.device)
-            here[torch.from_numpy(rows).to(sums.device)] = True
-            measured = {k: torch.where(here, v, self._run[k]) for k, v in measured.items()}
-        self._run.update(measured)
+        at = slice(None) if len(rows) == len(sizes) else torch.from_numpy(rows).to(sums.device)
+        self._run["mean_square"][at] = (sums[0] / sizes)[at]
+        self._run["moved"][at] = (sums[1] / counts).sqrt_()[at]
 
     def _start(self, lots: list[_Lot], layout: _Layout) -> None:
         """Tensors that get their first gradient begin where they are."""
@@ -368,6 +366,7 @@ class _Layout:
         self._groups: list[dict[str, Any] | None] = [None] * rows
         self._samples: dict[int, _Sample] = {}
         self._kept: _Lot | None = None
+        self._views: tuple[Tensor, dict[str, Numbers]] | None = None
         self._known: tuple[Any, ...] = ()
         self._on_device: tuple[Tensor, Tensor] | None = None
         for member in roster.members:
@@ -397,8 +396,23 @@ class _Layout:
         for lot in found.values():
             lot.rows = np.array(lot.rows)
         lots = list(found.values())
-        self._kept = lots[0] if len(lots) == 1 and lots[0].lasts(len(self.sizes)) else None
+        self._kept = lots[0] if len(lots) == 1 and lots[0].lasts(len(self.roster.members)) else None
         return lots
+
+    def numbers(self, run: State, names: tuple[str, ...]) -> dict[str, Numbers]:
+        """The numbers of the run on the host; on the CPU they are the run's own memory."""
+        if run["step"].device.type != "cpu":
+            table = torch.stack([run[name] for name in names]).cpu().numpy()  # waits, once
+            return dict(zip(names, table.astype(np.float64)))
+        if self._views is None or self._views[0] is not run["step"]:
+            self._views = run["step"], {name: run[name].numpy() for name in names}
+        return self._views[1]
+
+    def write(self, run: State, numbers: dict[str, Numbers], names: Iterable[str]) -> None:
+        """Bring numbers back to where the run has them."""
+        if run["step"].device.type != "cpu":
+            for name in names:
+                run[name] = torch.from_numpy(numbers[name]).to(run[name], non_blocking=True)
 
     @property
     def decays(self) -> bool:
@@ -496,13 +510,12 @@ class _Lot:
         self.items: list[Item] = []
         self.samples: list[_Sample] = []
         self.joining: list[int] = []
+        self._plan: tuple[list[int], NativeUntuned | None, list[int]] | None = None
 
     def lasts(self, rows: int) -> bool:
-        """Whether it can be used again: all tensors, at ease, and nothing that changes by itself."""
-        self._native = [suits_untuned(item) for item in self.items]
+        """Whether it can be used again: all tensors, and none that changes by itself."""
         return (
-            len(self.rows) == rows
-            and all(self._native)
+            len(self.rows) == rows == len(self._prepared()[0])
             and not self.process_groups
             and not self.joining
             and all(type(p) in (Tensor, nn.Parameter) for p in self.params)
@@ -516,6 +529,7 @@ class _Lot:
             g = p.grad
             if (
                 g is None
+                or old is None
                 or g.dtype != x.dtype
                 or g.stride() != old.stride()
                 or p.data_ptr() != x.data_ptr()
@@ -537,9 +551,12 @@ class _Lot:
         self.items.append(item)
         self.samples.append(sample)
 
-    def probe(self) -> Tensor:
+    def probe(self) -> Tensor | float:
         """0 if the gradients are finite, else nan."""
-        return finite_or_nan([item.g for item in self.items if item.g is not None], self.device)
+        gs = [item.g for item in self.items if item.g is not None]
+        if self._plan is not None and self._plan[1] is not None and len(self._plan[0]) == len(gs):
+            return 0.0 if self._plan[1].finite(gs) else math.nan
+        return finite_or_nan(gs, self.device)
 
     def descend(self, table: Numbers, out: Tensor) -> None:
         """One step of every tensor.
@@ -549,25 +566,35 @@ class _Lot:
             out: A table with a column for each tensor, to which are added the sum of (g / s)^2 and
                 |z - z_1|^2 over the sample.
         """
-        numbers = table if len(self.rows) == table.shape[1] else table[:, self.rows]
-        native = self._native
-        measured = [fits and sample.regular for fits, sample in zip(native, self.samples)]
-        if NATIVE is not None and any(native):
-            taken = [i for i, fits in enumerate(native) if fits]
-            sums = np.zeros((2, len(taken)))
-            NATIVE.untuned(
-                [self.items[i] for i in taken],
-                [self.samples[i].stride if measured[i] else 0 for i in taken],
-                numbers if len(taken) == len(native) else numbers[:, taken],
-                sums,
-            )
-            out[:, self.rows[taken]] += torch.from_numpy(sums)
-        rest = [i for i, fits in enumerate(native) if not fits]
+        rows = len(self.rows)
+        numbers = table if rows == table.shape[1] else np.ascontiguousarray(table[:, self.rows])
+        taken, native, measured = self._prepared()
+        if native is not None:
+            gs = [self.items[i].g for i in taken]
+            if len(taken) == rows == out.shape[1] and out.device.type == "cpu":
+                native(gs, numbers, out.numpy())
+            else:
+                sums = np.zeros((2, len(taken)))
+                native(gs, np.ascontiguousarray(numbers[:, taken]), sums)
+                out[:, self.rows[taken]] += torch.from_numpy(sums)
+        rest = [i for i in range(rows) if i not in taken] if len(taken) < rows else []
         for chunks in _lists(self.items, rest, self.device) if rest else ():
             for (i, _, _), square in zip(chunks, _descend(chunks, numbers)):
                 out[0, self.rows[i]] += square
-        for i in (i for i, done in enumerate(measured) if not done):
+        for i in (i for i in range(rows) if i not in measured) if len(measured) < rows else ():
             out[1, self.rows[i]] += self.samples[i].square_distance(self.items[i])
+
+    def _prepared(self) -> tuple[list[int], NativeUntuned | None, list[int]]:
+        """What goes the native way, its pass, and whose distance is measured on that way."""
+        if self._plan is None:
+            taken = [i for i, item in enumerate(self.items) if suits_untuned(item)]
+            measured = [i for i in taken if self.samples[i].regular]
+            native = None
+            if NATIVE is not None and taken:
+                strides = [self.samples[i].stride if i in measured else 0 for i in taken]
+                native = NativeUntuned(NATIVE, [self.items[i] for i in taken], strides)
+            self._plan = taken, native, measured
+        return self._plan
 
 
 # -- one pass ------------------------------------------------------------------------------------

@@ -220,7 +220,8 @@ class BaseOptimizer(Optimizer, ABC):
         def copy_run(_: Optimizer, packed: State) -> None:
             for i, entry in packed["state"].items():
                 if "run" in entry:  # else it would go on changing
-                    packed["state"][i] = entry | {"run": dict(self._run)}
+                    run = states.copied(self._run, self._run["step"].device)
+                    packed["state"][i] = entry | {"run": run}
 
         hook = self.register_state_dict_post_hook(copy_run, prepend=True)  # before the user's own
         try:
