@@ -58,7 +58,7 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
     }.items():
         optimizers[label], runs[label] = ours(params, **options)
     makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "Untuned (one gradient)": lambda: Untuned(params, lr=1e-6),
+        "Untuned (one gradient)": lambda: Untuned(params),
         "SGD(momentum=0.9)": lambda: torch.optim.SGD(params, lr=1e-6, momentum=0.9),
         "Adam(foreach=False)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=False),
         "Adam(foreach=True)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=True),
@@ -107,7 +107,7 @@ def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
     """What parameters that are not trained add to a step: ideally nothing."""
     makers: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
         "StormPlus": lambda params: ours(params)[1],
-        "Untuned": lambda params: Untuned(params, lr=1e-6).step,
+        "Untuned": lambda params: Untuned(params).step,
         "SGD(momentum=0.9)": lambda params: torch.optim.SGD(params, lr=1e-6, momentum=0.9).step,
     }
     click.echo(f"\n{frozen:,} frozen parameters beside 4 trained ones: a step with them / without")

@@ -60,6 +60,11 @@ class Training:
         self.curve: dict[str, list[float]] = {name: [] for name in CURVE}
         self.stepper = stepper(self)
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained: not every optimizer takes parameters that have no gradient."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
     def draw(self) -> Any:
         self.samples += 1
         return next(self._stream)
