@@ -117,13 +117,13 @@ def autoencoder() -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-def batchnorm_cnn() -> nn.Module:
+def batchnorm_cnn(classes: int = 10) -> nn.Module:
     """Three convolutions with BatchNorm, for 3 x 32 x 32."""
     layers: list[nn.Module] = []
     for a, b in ((3, 16), (16, 32), (32, 64)):
         layers += [nn.Conv2d(a, b, 3, stride=2, padding=1, bias=False), nn.BatchNorm2d(b)]
         layers += [nn.ReLU()]
-    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, 10))
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, classes))
 
 
 def small_resnet() -> nn.Module:
@@ -212,7 +212,7 @@ class GPT(nn.Module):
 class ViT(nn.Module):
     """A pre-norm vision transformer for 3 x 32 x 32: patches of 4 x 4, the mean over them."""
 
-    def __init__(self, width: int = 64, heads: int = 4, depth: int = 3, classes: int = 10) -> None:
+    def __init__(self, width: int = 64, heads: int = 4, depth: int = 2, classes: int = 10) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, stride=4)
         self.places = nn.Parameter(0.02 * torch.randn(64, width))

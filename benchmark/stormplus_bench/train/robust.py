@@ -239,7 +239,7 @@ def rare_rows() -> Case:
     goal = torch.randn(1000, 4, generator=fixed(4))
 
     def loss(model: Any, i: Tensor) -> Tensor:
-        return 0.5 * (model(i) - goal[i]).square().sum(1).mean()
+        return 0.5 * F.mse_loss(model(i), goal[i], reduction="sum") / len(i)
 
     return Case(
         10_000,
@@ -323,7 +323,7 @@ def _gone(model: Any) -> Tensor:
 
 
 def constant_gradient() -> Case:
-    """A distance must not feed itself: with steps of at most R / sqrt(t) the end is 2 sqrt(T) R away."""
+    """The distance must not feed itself: steps of R / sqrt(t) lead 2 sqrt(T) R away at most."""
     steps = 10_000
     return Case(
         steps,
