@@ -1,7 +1,11 @@
 """The tier `long`: its workloads, its methods, and what is held out."""
 
+import importlib.util
+from pathlib import Path
+
 import pytest
 import torch
+from bench_rows import frame_of, make_row
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.plan import FOLDER, read_suite
@@ -123,3 +127,22 @@ def test_crops_and_flips_move_and_mirror_and_nothing_more():
         assert abs(int(across)) <= 4
         seen.add((int(down), len(straight) == 1))
     assert len(seen) == 18  # nine rows, mirrored or not
+
+
+def test_the_table_has_each_method_at_its_best_rate_the_lowest_first():
+    path = Path(__file__).parents[2] / "benchmark" / "scripts" / "long.py"
+    spec = importlib.util.spec_from_file_location("long_table", path)
+    script = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(script)
+    frame = frame_of(
+        [
+            make_row([4, 3], method="A", lr=0.1, seed=0),
+            make_row([4, 2], method="A", lr=1.0, seed=0),
+            make_row([4, 1], method="A", lr=1.0, seed=1),
+            make_row([4, 1], method="B", lr=1.0, seed=0),
+        ]
+    )
+    table = script.table(frame)
+    assert list(table.index) == ["B", "A"]
+    assert list(table["lr"]) == ["1", "1"]
+    assert list(table["training loss"]) == ["1", "1.5"]
