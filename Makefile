@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 READY_LONG := $(VENV)/.ready-long
 ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 
-.PHONY: demo test test-long test-all lint format docs report untuned paper paper-page bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all lint format docs report untuned paper course paper-page bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -61,6 +61,9 @@ untuned: $(READY)  ## the study's tables and figure, from the committed rows
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2
+
+course: $(READY)  ## the same on 1,000 images to the end: a night on two cores
+	$(BIN)/stormplus paper --scale course --jobs 2 --output out/course
 
 paper-page: $(READY)  ## its page's tables and figures, from the committed rows
 	$(BIN)/python benchmark/scripts/paper_experiment.py

@@ -1,6 +1,7 @@
 """The command line: what is listed, what joins it, and what a missing distribution says."""
 
 import ast
+import re
 import subprocess
 import sys
 import tomllib
@@ -95,15 +96,34 @@ def test_imports_go_one_way():
         assert not [m for m in imports(path) if m.split(".")[0] in inside], path
 
 
+def private_attributes(path):
+    """Of objects that are not the code's own: `opt._run` and the like."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Attribute) and re.match("_[^_]", node.attr):
+            owner = node.value
+            if not (isinstance(owner, ast.Name) and owner.id in ("self", "cls")):
+                yield node.attr
+
+
 @pytest.mark.parametrize("path", sorted((ROOT / "benchmark").rglob("*.py")), ids=lambda p: p.name)
 def test_the_benchmark_uses_public_names_only(path):
-    """No private attribute of the library's objects: `opt._run` and the like."""
-    private = [
-        node.attr
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
-        and not node.attr.startswith("__")
-        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls"))
-    ]
-    assert set(private) <= {"_BatchNorm"}  # torch's
+    assert set(private_attributes(path)) <= {"_BatchNorm"}  # torch's
+
+
+INTEGRATIONS = sorted((ROOT / "src/stormplus/integrations").glob("*.py"))
+
+
+@pytest.mark.parametrize("path", INTEGRATIONS, ids=lambda p: p.name)
+def test_integrations_use_public_names_of_the_optimizers_only(path):
+    """A trainer's private attributes are at times all there is; the optimizers' are not."""
+    ours = {
+        name
+        for source in (ROOT / "src/stormplus/torch").rglob("*.py")
+        for node in ast.walk(ast.parse(source.read_text()))
+        for name in (getattr(node, "name", ""), getattr(node, "attr", ""), getattr(node, "id", ""))
+        if re.match("_[^_]", str(name))
+    }
+    assert {"_run", "_roster", "_move"} <= ours
+    torchs = {"_version"}
+    assert not set(private_attributes(path)) & ours - torchs
+    assert not [m for m in imports(path) if m.startswith("stormplus.torch.")]

@@ -120,6 +120,12 @@ def test_links_between_files_hold(page):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
 
 
+@pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
+def test_every_test_named_exists(page):
+    for named in re.findall(r"`(?:tests/)?([a-z]+/test_[a-z_]+\.py)", page.read_text()):
+        assert (ROOT / "tests" / named).is_file(), f"{page.name} names {named}"
+
+
 def test_every_make_target_named_exists():
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     workflows = sorted((ROOT / ".github").rglob("*.yml"))

@@ -146,6 +146,18 @@ def printed(notebook):
 # -- the short ones ------------------------------------------------------------------------------
 
 
+def test_your_model_side_by_side(tmp_path):
+    pytest.importorskip("schedulefree")
+    out = run("your_model.py", "--evaluations", 60, "--seeds", 1, "--out", tmp_path)
+    losses = {
+        name: float(loss) for name, loss in re.findall(r"^(\S+) +([\d.]+) ", out, re.MULTILINE)
+    }
+    assert set(losses) == {"Adam", "Schedule-Free", "Untuned", "STORM+"}
+    assert max(losses.values()) < 2.3  # a guess
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert len((tmp_path / "rows.jsonl").read_text().splitlines()) == 1 + 6
+
+
 def test_batchnorm_counts_each_sample_once():
     out = run("batchnorm.py", "--samples", 40)
     assert "40 samples, running statistics moved 40 times" in out

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pandas as pd
-from matplotlib.figure import Figure
 
-from stormplus_bench import finals, markdown, profiles, rows
+from stormplus_bench import figures, finals, markdown, profiles, rows
 
 OPEN = [
     "logistic-digits",
@@ -59,7 +58,11 @@ def main() -> None:
     for name, text in sections.items():
         content = markdown.replace(content, text, name, str(page))
     page.write_text(content, encoding="utf-8")
-    draw(bar, study).savefig(
+    maps = {
+        "Share of the budget until the target is reached: methods at their defaults": bar,
+        "Untuned with one thing changed (open workloads)": study,
+    }
+    figures.target_maps(maps).savefig(
         FOLDER / "figures" / "untuned.png", dpi=130, metadata={"Software": None}
     )
     sys.stdout.write("\n\n".join(sections.values()) + "\n")
@@ -101,27 +104,6 @@ def diverged(frame: pd.DataFrame) -> str:
     return "Runs that diverged at the default, of 30: " + ", ".join(
         f"{name} {count}" for name, count in bad.items()
     )
-
-
-def draw(bar: pd.DataFrame, study: pd.DataFrame) -> Figure:
-    """Two maps: the methods at their defaults, and the variants."""
-    figure = Figure(figsize=(11, 9), layout="constrained")
-    axes = figure.subplots(2, 1, height_ratios=[len(bar), len(study)])
-    titles = ("Methods at their defaults", "Untuned with one thing changed (open workloads)")
-    for axis, grid, title in zip(axes, (bar, study), titles):
-        shown = np.ma.masked_invalid(grid.to_numpy(dtype=float))
-        image = axis.imshow(shown, cmap="cividis", vmin=0.2, vmax=1, aspect="auto")
-        axis.set_xticks(range(grid.shape[1]), grid.columns, rotation=20, ha="right", fontsize=9)
-        axis.set_yticks(range(grid.shape[0]), grid.index, fontsize=9)
-        axis.set_title(title, loc="left", fontsize=10)
-        for (i, j), value in np.ndenumerate(grid.to_numpy(dtype=float)):
-            label = f"{value:.2f}" if np.isfinite(value) else "missed"
-            colour = "black" if not np.isfinite(value) or value > 0.65 else "white"
-            axis.text(j, i, label, ha="center", va="center", fontsize=8, color=colour)
-    figure.colorbar(
-        image, ax=axes, label="share of the budget until the target is reached", shrink=0.6
-    )
-    return figure
 
 
 if __name__ == "__main__":

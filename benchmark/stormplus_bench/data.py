@@ -157,7 +157,7 @@ def place(name: str, root: Path | str) -> str:
 def _missing(name: str, root: Path, file: Path) -> MissingData:
     return MissingData(
         f"{name} is not there ({file} does not exist): run "
-        f"`stormplus data {name} --folder {shlex.quote(str(root))}`, or place {place(name, root)}"
+        f"`stormplus data {name} --data-dir {shlex.quote(str(root))}`, or place {place(name, root)}"
     )
 
 

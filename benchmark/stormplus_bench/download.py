@@ -14,6 +14,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn
 
+from stormplus.files import named
+from stormplus.progress import Pulse
 from stormplus_bench.data import CIFAR10_TEST, CIFAR10_TRAIN
 
 _CHUNK = 2**16
@@ -96,10 +98,13 @@ class _Bar:
 
     display: Progress
     task: TaskID
+    pulse: Pulse
     total: int = 0  # pooch sets it; 0 if the server does not tell
 
     def update(self, size: int) -> None:
         self.display.update(self.task, advance=size, total=self.total or None)
+        told = self.display.tasks[self.task]
+        self.pulse.beat(f"{told.description}: {told.completed / 1e6:.0f} MB fetched")
 
     def reset(self) -> None:
         self.display.update(self.task, completed=0)
@@ -122,8 +127,9 @@ def fetch(remote: Remote, target: Path) -> None:
 
     pooch.get_logger().setLevel(logging.WARNING)  # the bar says it already
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-    with Progress(*columns, console=Console(stderr=True)) as display:
-        bar = _Bar(display, display.add_task(target.name, total=None))
+    console = Console(stderr=True)
+    with named(target), Progress(*columns, console=console) as display:
+        bar = _Bar(display, display.add_task(target.name, total=None), Pulse(console))
         # Not compressed on the way: the bar then counts the bytes of the file.
         plain = {"Accept-Encoding": "identity"}
         downloader = pooch.HTTPDownloader(progressbar=bar, chunk_size=_CHUNK, headers=plain)

@@ -8,6 +8,11 @@ over seeds: with three to five seeds any narrower band would pretend to know a d
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
@@ -16,8 +21,29 @@ from stormplus_bench.rows import KEY
 SETTING = ["workload", "method", "lr"]
 QUALITY = ["valid_loss", "train_accuracy", "valid_accuracy"]
 ONE_LR = "methods with one learning rate are left out"
+Table = TypeVar("Table", pd.DataFrame, pd.Series)
 
 
+def once(compute: Callable[..., Table]) -> Callable[..., Table]:
+    """Compute a table once for each frame: scores and figures ask for the same ones many times.
+
+    It is kept for as long as the frame lives. Nobody changes a frame of rows in place; what is
+    handed out is a copy, which pandas makes when somebody writes to it.
+    """
+    known: dict[tuple[Any, ...], Table] = {}
+
+    @wraps(compute)
+    def table(frame: pd.DataFrame, *rest: Any, **named: Any) -> Table:
+        key = (id(frame), *rest, *named.items())
+        if key not in known:
+            known[key] = compute(frame, *rest, **named)
+            weakref.finalize(frame, known.pop, key, None).atexit = False
+        return known[key].copy(deep=False)
+
+    return table
+
+
+@once
 def per_run(frame: pd.DataFrame) -> pd.DataFrame:
     """One line for each run: its last values, `loss` and `initial` (the first loss).
 
@@ -41,6 +67,7 @@ def ends_only(frame: pd.DataFrame) -> pd.DataFrame:
     return pd.concat([groups.head(1), groups.tail(1)])
 
 
+@once
 def per_rate(frame: pd.DataFrame) -> pd.DataFrame:
     """One line for each workload, method and lr: medians over seeds, and the spread.
 
@@ -48,7 +75,8 @@ def per_rate(frame: pd.DataFrame) -> pd.DataFrame:
     `grad_norm`, `grad_low`, `grad_high`, and medians of what else was measured. Validation loss
     and accuracies are nan if `loss` is inf, else medians of the runs that did not diverge.
     """
-    groups = per_run(frame).groupby(SETTING, sort=True)
+    runs = per_run(frame)
+    groups = runs.assign(bad=np.isinf(runs["loss"])).groupby(SETTING, sort=True)
     medians = [*QUALITY, "seconds", "peak_memory_mb", "state_mb"]
     medians += ["budget", "batch_size", "evaluations"]
     table = groups.agg(
@@ -57,7 +85,7 @@ def per_rate(frame: pd.DataFrame) -> pd.DataFrame:
         low=("loss", "min"),
         high=("loss", "max"),
         seeds=("seed", "nunique"),
-        diverged=("loss", lambda values: int(np.isinf(values).sum())),
+        diverged=("bad", "sum"),
         grad_norm=("grad_norm", "median"),
         grad_low=("grad_norm", "min"),
         grad_high=("grad_norm", "max"),
@@ -107,6 +135,7 @@ def tuned(frame: pd.DataFrame) -> pd.DataFrame:
     return table.groupby(["workload", "method"], sort=True).head(1).reset_index(drop=True)
 
 
+@once
 def at(frame: pd.DataFrame, *, best_lr: bool) -> pd.DataFrame:
     """`defaults(frame)`, or `tuned(frame)` without methods that ran one lr on a workload there.
 

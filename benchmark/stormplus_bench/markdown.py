@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import textwrap
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
@@ -15,7 +16,14 @@ def markers(name: str) -> tuple[str, str]:
 def section(text: str, name: str) -> str:
     """The text between its markers."""
     begin, end = markers(name)
+    for marker in (begin, end):
+        text = text.replace(marker, escaped(marker))  # a name must not end the section
     return f"{begin}\n\n{text.strip()}\n\n{end}"
+
+
+def escaped(text: str) -> str:
+    """Text from outside, without HTML that a reader of the page would run."""
+    return html.escape(text, quote=False)
 
 
 def replace(page: str, text: str, name: str, file: str) -> str:
@@ -35,10 +43,17 @@ def replace(page: str, text: str, name: str, file: str) -> str:
 
 
 def table(cells: pd.DataFrame, corner: str) -> str:
-    """A frame of texts as a table; `corner` is the heading of its index."""
+    """A frame of texts as a table; `corner` is the heading of its index.
+
+    A cell may have Markdown in it, but no HTML, and nothing that would end the cell.
+    """
     lines = [[corner, *cells.columns], ["---"] * (1 + len(cells.columns))]
-    lines += [[str(name), *line] for name, line in zip(cells.index, cells.to_numpy())]
-    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines)
+    lines += [[name, *line] for name, line in zip(cells.index, cells.to_numpy())]
+    return "\n".join("| " + " | ".join(map(_cell, line)) + " |" for line in lines)
+
+
+def _cell(value: object) -> str:
+    return escaped(" ".join(str(value).splitlines())).replace("|", "\\|")
 
 
 def wrap(text: str, indent: str = "") -> str:

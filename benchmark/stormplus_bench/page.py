@@ -16,7 +16,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, scores
 from stormplus_bench.figures import line_sample, slug
-from stormplus_bench.methods import HEADLINE, OURS
+from stormplus_bench.methods import OURS, few
 from stormplus_bench.profiles import CLASSICS, TARGET_AT, performance_profile
 from stormplus_bench.sentences import RULES, Facts, Findings
 from stormplus_bench.svg import decoration, inline, to_svg
@@ -150,12 +150,12 @@ def _choice_of_methods(methods: list[str]) -> str:
             f'<label><input type="checkbox" value="{name}" checked>{line}'
             f"{html.escape(method)}</label>"
         )
-    few = " ".join(slug(name) for name in methods if name in HEADLINE)
+    chosen = " ".join(map(slug, few(methods)))
     return (
         '<fieldset class="methods"><legend>Shown in the curves, the profiles and the table'
         f'</legend>{"".join(boxes)}<div class="controls">'
         f'<button type="button" data-methods="*">all</button>'
-        f'<button type="button" data-methods="{few}">a few</button></div></fieldset>'
+        f'<button type="button" data-methods="{chosen}">a few</button></div></fieldset>'
     )
 
 

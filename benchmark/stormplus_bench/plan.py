@@ -7,7 +7,7 @@ too. Here its selectors are expanded by benchopt itself, never by a second parse
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ import torch
 import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
+from stormplus_bench import rows
+from stormplus_bench.own import fingerprint, read_method, read_workload
 from stormplus_bench.rows import Key
 
 FOLDER = Path(__file__).parent / "benchmark_stormplus"  # what benchopt runs
@@ -35,7 +37,7 @@ class Run:
     method: str
     lr: float
     seed: int
-    budget: int
+    budget: int  # gradient evaluations
 
     @property
     def key(self) -> Key:
@@ -85,6 +87,56 @@ def read_suite(name: str) -> dict[str, Any]:
     return config
 
 
+def with_own(
+    config: dict[str, Any],
+    solvers: Sequence[Path] = (),
+    workloads: Sequence[Path] = (),
+    seeds: int | None = None,
+    *,
+    alone: bool = False,
+) -> dict[str, Any]:
+    """A suite with optimizers of one's own added, on models of one's own instead of its data sets.
+
+    Args:
+        config: The suite.
+        solvers: Files of optimizers.
+        workloads: Files of models.
+        seeds: How many, instead of the suite's.
+        alone: Whether to leave out the suite's methods.
+
+    Raises:
+        ValueError: A file lacks something; the message says what it should have.
+    """
+    config = dict(config)
+    methods = {str(path.resolve()): read_method(str(path.resolve())) for path in solvers}
+    names = [method.name for method in methods.values()]
+    names += [read_workload(str(path.resolve())).name for path in workloads]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two files have the name {', '.join(twice)}: rename one of them")
+    # The default is asked for as such, so that its rows say so.
+    config["solver"] = [
+        *([] if alone else config["solver"]),
+        *({"own": {"file": [f], "lr": [None, *m.rates[1:]]}} for f, m in methods.items()),
+    ]
+    if workloads:
+        config["dataset"] = [{"own": {"file": [str(path.resolve()) for path in workloads]}}]
+    if seeds is not None:
+        config["objective"] = [{"Training loss": {"seed": list(range(seeds))}}]
+    return config
+
+
+def check_unchanged(journal: Path, solvers: Sequence[Path], workloads: Sequence[Path]) -> None:
+    """Raise a ValueError if the journal has runs of another version of one's own files."""
+    for kind, files in (("method", solvers), ("workload", workloads)):
+        for path in map(Path.resolve, files):
+            name = (read_method if kind == "method" else read_workload)(str(path)).name
+            if rows.versions_of(journal, kind, name) - {fingerprint(str(path))}:
+                raise ValueError(
+                    f"{path} has changed since runs of {name} were written to {journal}, or they "
+                    "are of another file: give another --output, or the changed one a new name"
+                )
+
+
 def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
     """Expand the selectors of a configuration and time a few gradients of each workload."""
     torch.set_num_threads(threads)
@@ -106,7 +158,8 @@ def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
                     plan.skipped[f"{solver.method} on {workload.name}"] = reason
                     continue
                 lr = solver.default_lr if solver.lr is None else solver.lr
-                run = Run(workload.name, solver.method, lr, objective.seed, workload.budget)
+                budget = workload.budget * (solver.price if workload.counts == "samples" else 1)
+                run = Run(workload.name, solver.method, lr, objective.seed, budget)
                 if run not in plan.runs[-2 * len(solvers) :]:  # a default may be on the grid
                     plan.runs.append(run)
     return plan

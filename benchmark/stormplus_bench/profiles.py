@@ -32,21 +32,20 @@ TARGET_AT = 0.7
 CLASSICS = ("SGD momentum", "Adam", "AdaGrad")
 
 
+@finals.once
 def curves(frame: pd.DataFrame, column: str = "train_loss") -> pd.DataFrame:
     """Median, low and high over seeds, for each workload, method, lr and evaluations.
 
     A run that has ended without a finite loss counts as +inf from there on. Where seeds were
     measured at different numbers of evaluations, the values between are interpolated.
     """
-    levels = list(range(len(SETTING)))
     measured = frame.drop_duplicates([*KEY, "evaluations"], keep="last")
     wide = measured.pivot(
         index=[*SETTING, "evaluations"], columns="seed", values=column
     ).sort_index()
-    ended = wide.groupby(level=levels).bfill().isna()
-    if (wide.isna() & ~ended).to_numpy().any():
-        pieces = wide.groupby(level=levels, group_keys=False)
-        wide = pieces.apply(_between).where(~ended)
+    lines = wide.groupby(level=SETTING).ngroup().to_numpy()
+    ended = _ended(wide.notna().to_numpy(), lines)
+    wide = wide.where(wide.notna() | ended, wide.apply(_between, lines=lines))
     loss = finals.per_run(frame).pivot(index=SETTING, columns="seed", values="loss")
     bad = np.isinf(loss).reindex(wide.index.droplevel(-1)).to_numpy()
     wide = wide.mask(ended & bad, np.inf)
@@ -56,10 +55,26 @@ def curves(frame: pd.DataFrame, column: str = "train_loss") -> pd.DataFrame:
     return table.dropna().reset_index()
 
 
-def _between(piece: pd.DataFrame) -> pd.DataFrame:
-    flat = piece.droplevel(list(range(len(SETTING))))
-    flat = flat.interpolate(method="index", limit_area="inside")
-    return flat.set_axis(piece.index)
+def _ended(known: np.ndarray, lines: np.ndarray) -> np.ndarray:
+    """Where a seed has no further value on its line; `lines` numbers the lines, in order."""
+    last = len(known)
+    places = np.where(known, np.arange(last)[:, None], last)
+    following = np.minimum.accumulate(places[::-1])[::-1]
+    line_of = np.append(lines, -1)
+    ended: np.ndarray = line_of[following] != lines[:, None]
+    return ended
+
+
+def _between(column: pd.Series, lines: np.ndarray) -> pd.Series:
+    """A seed's values, interpolated between two of one line; nan before the first."""
+    known = column.notna().to_numpy()
+    if not known.any():
+        return column
+    times = column.index.get_level_values(-1).to_numpy(dtype=float)
+    # One line begins far beyond the end of the one before, so that all are done at once.
+    places = times + lines * (2.0 * times.max() + 1.0)
+    values = np.interp(places, places[known], column[known])
+    return pd.Series(values, column.index).where(~_ended(known[::-1, None], lines[::-1])[::-1, 0])
 
 
 def targets(

@@ -7,6 +7,7 @@ runs in progress and nothing else.
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import math
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.files import named
 
 Key = tuple[str, str, float, int]
 KEY = ("workload", "method", "lr", "seed")
@@ -66,21 +69,22 @@ def append(path: str | os.PathLike[str], row: dict[str, Any]) -> None:
 
     Raises:
         ValueError: The row lacks something, or the file is not such a journal.
+        OSError: The file cannot be written; the error names it.
     """
     import fcntl  # reading works where there is no such module
 
     check(row, "the row")
     line = json.dumps(finite(row), allow_nan=False, sort_keys=False) + "\n"
-    handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        line = _mend(handle, Path(path)) + line
-        data = line.encode()
-        if os.write(handle, data) != len(data):
-            raise OSError(f"{path}: the disk took only a part of the line; is it full?")
-        os.fsync(handle)
-    finally:
-        os.close(handle)  # which gives the lock back
+    with named(Path(path)):
+        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+            data = (_mend(handle, Path(path)) + line).encode()
+            if os.write(handle, data) != len(data):
+                raise OSError(errno.ENOSPC, "the disk took only a part of the line; is it full?")
+            os.fsync(handle)
+        finally:
+            os.close(handle)  # which gives the lock back
 
 
 def _mend(handle: int, path: Path) -> str:
@@ -94,9 +98,7 @@ def _mend(handle: int, path: Path) -> str:
         return ""
     content = path.read_bytes()
     start = content.rfind(b"\n") + 1
-    try:
-        json.loads(content[start:])
-    except ValueError:
+    if not _is_json(content[start:]):
         os.ftruncate(handle, start)
         return ""
     return "\n"  # only the end of the line is missing
@@ -129,6 +131,11 @@ def load_all(paths: Iterable[str | os.PathLike[str]], on_cut: OnCut = "raise") -
     return frame_of(row for path in paths for row in _rows(Path(path), on_cut))
 
 
+def read(path: str | os.PathLike[str], on_cut: OnCut = "raise") -> list[dict[str, Any]]:
+    """The journal's rows as they are, with what the frame has no column for; see `load`."""
+    return list({key_of(row): row for row in _rows(Path(path), on_cut)}.values())
+
+
 def frame_of(found: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """The flat frame of these rows; of several rows of one run the last counts."""
     last = {key_of(row): row for row in found}
@@ -144,15 +151,34 @@ def keys(path: str | os.PathLike[str]) -> set[Key]:
     return {key_of(row) for row in _rows(path, "drop")}
 
 
+def versions_of(path: str | os.PathLike[str], kind: str, name: str) -> set[str]:
+    """Of which versions of a file of one's own the rows of a method or a workload are.
+
+    "" is a row of no file.
+
+    Args:
+        path: The journal.
+        kind: "method" or "workload".
+        name: Its name.
+    """
+    path = Path(path)
+    if not path.exists() or not path.stat().st_size:
+        return set()
+    found = [row.get("files") for row in _rows(path, "drop") if row[kind] == name]
+    return {str(files.get(kind, "")) if isinstance(files, dict) else "" for files in found}
+
+
 def _cut(lines: list[bytes]) -> int | None:
     """The number of the last line if it is not complete, else None."""
-    if not lines[-1]:
-        return None
+    return len(lines) if lines[-1] and not _is_json(lines[-1]) else None
+
+
+def _is_json(line: bytes) -> bool:
     try:
-        json.loads(lines[-1])
-    except ValueError:
-        return len(lines)
-    return None
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def from_benchopt(frame: pd.DataFrame) -> pd.DataFrame:
@@ -216,7 +242,7 @@ def _rows(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ValueError(
                 f"{where} is not JSON ({error}): delete this line, its run will be made again "
                 "when the benchmark continues"
@@ -228,7 +254,7 @@ def _rows(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
 def _check_header(path: Path, line: bytes) -> None:
     try:
         header = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = None
     if not isinstance(header, dict) or header.get("format") != FORMAT:
         raise ValueError(
@@ -250,25 +276,63 @@ def check(row: Any, where: str) -> None:
     for name, kind in _TYPES.items():
         value = row.get(name)
         if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
-            raise ValueError(f"{where}: {name!r} should be {_name(kind)}, got {value!r}")
+            raise ValueError(f"{where}: {name!r} should be {_name(kind)}, got {_cut_short(value)}")
+    for name in ("workload", "method"):
+        if not row[name].isprintable() or not row[name]:
+            raise ValueError(
+                f"{where}: {name!r} should be a text of one line, got {_cut_short(row[name])}"
+            )
     if row["status"] not in STATUSES:
         raise ValueError(f"{where}: 'status' should be one of {STATUSES}, got {row['status']!r}")
-    if not math.isfinite(row["lr"]):
-        raise ValueError(f"{where}: 'lr' should be finite, got {row['lr']!r}")
-    measured = row.get("measured")  # on how many examples the losses are measured, if told
-    if measured is not None and (type(measured) is not int or measured < 1):
-        raise ValueError(f"{where}: 'measured' should be a positive int, got {measured!r}")
+    _check_numbers(row, where)
+    if not isinstance(row.get("versions") or {}, dict):
+        raise ValueError(f"{where}: 'versions' should be a JSON object of versions by name")
     for name in CURVE:
         values = row["curve"].get(name)
         if not isinstance(values, list) or not all(map(_number_or_none, values)):
             raise ValueError(f"{where}: curve's {name!r} should be a list of numbers and nulls")
+    if not all(value is not None and math.isfinite(value) for value in row["curve"]["evaluations"]):
+        raise ValueError(f"{where}: curve's 'evaluations' should all be numbers")
     lengths = {name: len(row["curve"][name]) for name in CURVE}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"{where}: the parts of 'curve' should have one length, got {lengths}")
 
 
+def _check_numbers(row: dict[str, Any], where: str) -> None:
+    for name in ("lr", "budget"):
+        if not math.isfinite(_as_float(row[name])):
+            raise ValueError(f"{where}: {name!r} should be finite, got {_cut_short(row[name])}")
+    for name in ("seed", "batch_size"):
+        if abs(row[name]) >= 2**63:
+            raise ValueError(f"{where}: {name!r} is too large, got {_cut_short(row[name])}")
+    for name in ("peak_memory_mb", "state_mb"):
+        if not _number_or_none(row.get(name)):
+            raise ValueError(f"{where}: {name!r} should be a number, got {_cut_short(row[name])}")
+    measured = row.get("measured")  # on how many examples the losses are measured, if told
+    if measured is not None and (type(measured) is not int or not 1 <= measured < 2**63):
+        raise ValueError(
+            f"{where}: 'measured' should be a positive int, got {_cut_short(measured)}"
+        )
+
+
 def _number_or_none(value: Any) -> bool:
-    return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
+    if value is None or isinstance(value, float):
+        return True
+    return type(value) is int and math.isfinite(_as_float(value))
+
+
+def _as_float(value: float) -> float:
+    """The number as a float; inf for an int that no float can hold."""
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def _cut_short(value: Any) -> str:
+    """A value for a message, which a damaged line may have made very long."""
+    text = repr(value)
+    return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _name(kind: type | tuple[type, ...]) -> str:

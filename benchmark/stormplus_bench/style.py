@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from itertools import product
 
 from stormplus.theory.palette import PALETTE
 from stormplus_bench.methods import OURS
@@ -69,10 +70,18 @@ STYLES = {
     name: Style(PALETTE[name], dash, marker, 2.2 if name in OURS else 1.3)
     for name, (dash, marker) in _LOOKS.items()
 }
+# For methods of a reader's own, who looks for them: they too have the thicker lines. So many that
+# two of them hardly ever look alike.
 _SPARE = [
-    Style(colour, dash, marker)
-    for colour in ("#555555", "#000000", "#0072B2", "#009E73", "#CC79A7", "#56B4E9")
-    for dash, marker in ((DOTTED, "H"), (DASH_DOT, "|"), (LONG, "_"))
+    Style(colour, dash, marker, 2.2)
+    for colour, dash, marker in product(
+        (
+            *("#c2255c", "#364fc7", "#862e9c", "#e31a1c", "#00897b", "#5d4037"),
+            *("#ad1457", "#283593", "#33a02c", "#6a3d9a", "#b15928", "#0072b2"),
+        ),
+        (SOLID, DASH_DOT, LONG, DOTTED),
+        ("H", "|", "_"),
+    )
 ]
 
 

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, same_sample
-from stormplus.theory.palette import PALETTE
+from stormplus.theory.palette import PALETTE, WIDTH
 from stormplus.theory.rates import versions
 from stormplus.torch import PairedOptimizer
 
@@ -124,25 +124,25 @@ def measure() -> dict[str, Any]:
 
 
 def draw(numbers: dict[str, Any]) -> None:
-    figure = Figure(figsize=(10, 6.5), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 6.0), layout="constrained")
     panels = figure.subplots(len(MODELS), 2, sharey="row")
     for row, title in zip(panels, MODELS):
         table = numbers[title]
         best = min(table["Adam"].values())
         for axis, (norm, rates) in zip(row, RATES.items()):
-            for name in RULES:
+            for name, marker in zip(RULES, "o^D"):
                 losses = list(table[f"{name}, {norm}"].values())
-                axis.loglog(rates, losses, "o-", color=PALETTE[name], label=name)
+                axis.loglog(rates, losses, f"{marker}-", color=PALETTE[name], label=name)
             adam = PALETTE["Adam"]
             axis.axhline(best, color=adam, linestyle=":", label="Adam, best of its grid")
-            axis.set_title(f'{title}, norm="{norm}"', fontsize=10)
+            axis.set_title(f'{title}, norm="{norm}"', fontsize=9)
             axis.set_ylim(best / 2, 30)
             axis.grid(alpha=0.3)
         row[0].set_ylabel(f"training loss, {EVALUATIONS} gradients")
     for axis in panels[-1]:
         axis.set_xlabel("lr")
     panels[0, 0].legend(fontsize=8)
-    figure.savefig(DOCS / "figures" / "choosing.png", dpi=90)
+    figure.savefig(DOCS / "figures" / "choosing.png", dpi=130)
 
 
 def main() -> None:

@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 
 from stormplus import minimize
 from stormplus.theory import remembered
-from stormplus.theory.palette import PALETTE
+from stormplus.theory.palette import PALETTE, WIDTH, shade
 from stormplus.theory.problems import breast_cancer, digits_parity
 from stormplus.theory.rates import versions
 from stormplus.theory.rivals import minimize_finite_sum
@@ -29,7 +29,8 @@ DOCS = Path(__file__).parents[1]
 LRS = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 SEEDS, STEPS, BATCH = 5, 3000, 16
 RESULT = DOCS / "results" / "hidden_units_logistic.json"
-WEIGHTS = {0.01: 0.8, 0.1: 1.6, 1.0: 2.6}  # of a line, by lr: the colour says the method
+# Of a line and of its colour, by lr: the hue says the method.
+WEIGHTS, SHADES = {0.01: 1.0, 0.1: 1.6, 1.0: 2.4}, {0.01: 0.4, 0.1: 0.65, 1.0: 1.0}
 
 
 def logistic() -> dict[str, Any]:
@@ -94,13 +95,15 @@ def measure(resnet: dict[str, Any]) -> dict[str, Any]:
 
 
 def draw(resnet: dict[str, Any], found: dict[str, Any]) -> None:
-    figure = Figure(figsize=(12, 4.2), layout="constrained")
-    loss, estimator, lrs = figure.subplots(1, 3)
+    figure = Figure(figsize=(WIDTH, 7.4), layout="constrained")
+    above, below = figure.subfigures(2, 1, height_ratios=[1.15, 1])
+    loss, estimator = above.subplots(1, 2)
+    lrs = below.subplots()
     for run in resnet["runs"]:
         rows = [row for row in run["rows"] if np.isfinite(row["loss"])]
         label = f"{run['name']}, lr {run['lr']:g}".replace("storm+", "STORM+").replace("sgd", "SGD")
         style: dict[str, Any] = {
-            "color": PALETTE[label.split(",")[0]],
+            "color": shade(PALETTE[label.split(",")[0]], SHADES[run["lr"]]),
             "linestyle": ":" if run["name"] == "sgd" else "--" if "/" in run["name"] else "-",
             "linewidth": WEIGHTS[run["lr"]],
         }
@@ -111,8 +114,8 @@ def draw(resnet: dict[str, Any], found: dict[str, Any]) -> None:
             growth = [row["estimator_norm"] / first for row in rows]
             estimator.loglog(range(1, len(rows) + 1), growth, **style)
     loss.set(xlabel="samples t", ylabel="training loss, mean of 10", title="ResNet34, CIFAR-10")
-    loss.set_ylim(1.3, None)  # room for the legend
-    loss.legend(fontsize=7.5, loc="lower left", ncols=2)
+    loss.set_ylim(1.2, None)  # room for the legend
+    loss.legend(fontsize=7.5, loc="lower left", ncols=1)
     estimator.axhline(1, color="0.6", linewidth=0.8)
     estimator.set(
         xlabel="samples t", ylabel="$|d_t|\\,/\\,|d_1|$", title="the estimator's length, same runs"
@@ -144,7 +147,8 @@ def draw(resnet: dict[str, Any], found: dict[str, Any]) -> None:
     lrs.legend(fontsize=7.5)
     for axis in (loss, estimator, lrs):
         axis.grid(True, alpha=0.3)
-    figure.savefig(DOCS / "figures" / "hidden_units.png", dpi=110)
+        axis.title.set_fontsize(9)
+    figure.savefig(DOCS / "figures" / "hidden_units.png", dpi=130)
 
 
 def main() -> None:

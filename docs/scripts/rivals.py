@@ -20,7 +20,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from stormplus import minimize
-from stormplus.theory.palette import PALETTE
+from stormplus.theory.palette import PALETTE, WIDTH
 from stormplus.theory.problems import breast_cancer
 from stormplus.theory.rates import versions
 from stormplus.theory.rivals import minimize_finite_sum
@@ -95,7 +95,7 @@ def main() -> None:
     runs: dict[str, Callable[[Any, int], Any]] = {"storm+": storm_plus}
     for method in list(NAMES)[1:]:
         runs[method] = lambda size, seed, method=method: rival(method, size, seed)
-    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 4.0), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
     rows = []
     for name, run in runs.items():
@@ -122,8 +122,10 @@ def main() -> None:
         axis.axvline(PROBLEM.n_samples, color="0.6", linewidth=0.8)
         axis.set_xlabel("gradients of single data points (grey line: one pass)")
         axis.grid(True, alpha=0.3)
+        axis.title.set_fontsize(9)
+        axis.xaxis.label.set_fontsize(8)
         axis.legend(fontsize=8)
-    figure.savefig(DOCS / "figures" / "rivals.png", dpi=100)
+    figure.savefig(DOCS / "figures" / "rivals.png", dpi=130)
     for row in rows:
         row["score"] = float(f"{row['score']:.3g}")
     result = {

@@ -21,6 +21,7 @@ from matplotlib.figure import Figure
 
 from stormplus import StormPlus, minimize
 from stormplus.theory import Observer
+from stormplus.theory.palette import WIDTH
 from stormplus.theory.problems import breast_cancer
 from stormplus.theory.rates import versions
 
@@ -40,7 +41,7 @@ def draw() -> None:
         callback=observer,
     )
     rows = {key: np.array([row[key] for row in observer.rows[1:]]) for key in observer.latest}
-    figure = Figure(figsize=(10, 4.2), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     errors, others = figure.subplots(1, 2)
     edges = np.unique(np.geomspace(2, 20_000, 61).round().astype(int)) - 2
     bins = [slice(low, high) for low, high in pairwise(edges)]
@@ -72,7 +73,8 @@ def draw() -> None:
     others.legend(fontsize=8)
     for axis in (errors, others):
         axis.grid(True, alpha=0.3)
-    figure.savefig(DOCS / "figures" / "variance_reduction.png", dpi=100)
+        axis.title.set_fontsize(9)
+    figure.savefig(DOCS / "figures" / "variance_reduction.png", dpi=130)
 
 
 def numpy_seconds(steps: int, watched: bool) -> float:

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from stormplus.torch import StormPlus as StormPlus
     from stormplus.torch import UniformIterate as UniformIterate
     from stormplus.torch import Untuned as Untuned
+    from stormplus.torch import pair_lock as pair_lock
     from stormplus.torch import same_sample as same_sample
     from stormplus.torch import scaled_step as scaled_step
     from stormplus.torch import verify_closure as verify_closure
@@ -28,6 +29,7 @@ _HOME = {
     "SimplifiedStormPlus": "stormplus.torch",
     "Storm": "stormplus.torch",
     "UniformIterate": "stormplus.torch",
+    "pair_lock": "stormplus.torch",
     "same_sample": "stormplus.torch",
     "scaled_step": "stormplus.torch",
     "verify_closure": "stormplus.torch",
@@ -40,6 +42,7 @@ __all__ = [
     "UniformIterate",
     "Untuned",
     "minimize",
+    "pair_lock",
     "same_sample",
     "scaled_step",
     "verify_closure",

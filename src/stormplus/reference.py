@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import OptimizeResult
 
-from stormplus.rules import NORMS, SCOPES, Sums, make_rule
+from stormplus.rules import NORMS, SCOPES, Sums, check_choice, make_rule
 
 Array: TypeAlias = NDArray[np.float64]
 Blocks: TypeAlias = list[Array]
@@ -71,8 +71,8 @@ def minimize(
     """
     _check_functions(grad=grad, sample=sample, callback=callback)
     _check_steps(steps)
-    _check_choice("norm", norm, NORMS)
-    _check_choice("scope", scope, SCOPES)
+    check_choice("norm", norm, NORMS)
+    check_choice("scope", scope, SCOPES)
     rule = make_rule(method, **rule_options)
     rng = np.random.default_rng(rng)
     # A child's stream: choosing x_uniform leaves the stream of the samples untouched.
@@ -214,11 +214,6 @@ def _check_steps(steps: int) -> None:
         raise TypeError(f"steps must be an integer, got {steps!r}")
     if steps < 1:
         raise ValueError(f"steps must be at least 1, got {steps}")
-
-
-def _check_choice(name: str, value: str, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def _as_float64(block: Any) -> Array:

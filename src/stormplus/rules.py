@@ -28,6 +28,12 @@ NORMS = ("raw", "mean")  # what |.|^2 means: the paper's, or divided by the numb
 SCOPES = ("global", "group", "tensor")  # which parameters make a bucket: they share their sums
 
 
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Refuse what is not one of the choices."""
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+
+
 def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
     """The rounded sum, and exactly what rounding has kept out of it (Knuth's TwoSum)."""
     value = left + right
@@ -153,8 +159,7 @@ def make_rule(method: str, **options: float) -> Rule:
         method: "storm+", "simplified-storm+" or "storm".
         **options: For "storm": `theta`, `w`, `c`, `smoothness`.
     """
-    if method not in _RULES:
-        raise ValueError(f"method must be one of {', '.join(_RULES)}, got {method!r}")
+    check_choice("method", method, tuple(_RULES))
     known = {field.name for field in fields(_RULES[method])}
     unknown = sorted(set(options) - known)
     if unknown:
@@ -223,8 +228,8 @@ def distance_ceiling(start: Scalar, natural: Scalar) -> Scalar:
 
 
 def first_distance(ceiling: Scalar) -> Scalar:
-    """Give r before any move: a small part of the tensor's scale; it grows by itself from there."""
-    return 0.03 * ceiling
+    """Give r before any move: a sixtieth of the tensor's scale; it grows by itself from there."""
+    return ceiling / 60
 
 
 def next_distance(r: Scalar, measured: Scalar, ceiling: Scalar) -> Scalar:
@@ -236,10 +241,10 @@ def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar) -> Scalar:
     """The step in units of s: r over the root of the steps so far.
 
     The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the
-    gradients does not go down with t. A single step is at most a twentieth of the tensor's
-    scale: all coordinates may move in one direction, and then that is much.
+    gradients does not go down with t. No step is larger than the first one: however fast r grows,
+    a layer whose coordinates all move in one direction must have time to answer.
     """
-    return _smaller(r * (1 + counted) ** (-1 / 2), 0.05 * ceiling)
+    return _smaller(r * (1 + counted) ** (-1 / 2), first_distance(ceiling))
 
 
 def counted_step(mean_square: Scalar) -> Scalar:
@@ -279,8 +284,8 @@ def decay_factor(weight_decay: Scalar, eta: Scalar, natural: Scalar, ceiling: Sc
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a >= b) + b * (b > a)
+    return a + (b - a) * (b > a)
 
 
 def _smaller(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a <= b) + b * (b < a)
+    return a + (b - a) * (b < a)

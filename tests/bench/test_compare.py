@@ -7,8 +7,10 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -17,7 +19,8 @@ from bench_rows import frame_of, hand_made, make_row, write_rows
 from click.testing import CliRunner
 from rich.console import Console
 
-from stormplus_bench import rows
+from stormplus.progress import Pulse
+from stormplus_bench import engine, rows
 from stormplus_bench.commands.compare import compare, show, table_of
 from stormplus_bench.engine import RunsFailed, announce, execute
 from stormplus_bench.plan import FOLDER, BadSuite, Plan, Run, make_plan, read_suite, suites
@@ -162,6 +165,19 @@ def test_missing_data_is_skipped_with_the_reason(tmp_path, monkeypatch):
     done = call(suite(tmp_path, dataset=["mnist"]), "--output", tmp_path)
     assert done.exit_code == 1
     assert "nothing to run" in done.output
+    done = call(suite(tmp_path, dataset=["mnist"]), "--output", tmp_path, "--dry-run")
+    assert done.exit_code == 1
+    assert "nothing to run" in done.output
+
+
+def test_a_log_shows_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "Pulse", partial(Pulse, every=0))
+    monkeypatch.setattr(engine, "POLL", 0)
+    plan = plan_of(hand_made())
+    child, output = SimpleNamespace(poll=iter([None, 0]).__next__), StringIO()
+    console = Console(file=output, width=100)
+    engine._watch(child, plan, plan.runs, tmp_path / "rows.jsonl", console, 1)
+    assert output.getvalue().count("0/2 runs, 0%, left 0:0") == 2
 
 
 def test_runs_without_a_row_are_an_error_that_names_them(tmp_path, monkeypatch):
@@ -263,6 +279,9 @@ def test_a_few_workloads_are_shown_by_their_losses():
     assert ["SGD", "4", "0.5", "1"] in cells
     assert ["Adam", "diverged", "diverged"] in cells
     assert "…" not in printed(table, width=60)
+    assert "(median over seeds)" in text
+    one = frame_of(row for row in hand_made() if row["seed"] == 0)
+    assert "seeds" not in printed(table_of(one))
 
 
 def test_many_workloads_fit_a_terminal():
@@ -284,10 +303,11 @@ def test_with_other_workers_the_number_at_a_time_is_not_made_up(tmp_path):
     output = StringIO()
     for jobs in (2, None):
         console = Console(file=output, width=200)
-        announce(plan_of(hand_made()), tmp_path / "none.jsonl", jobs, console)
+        announce(plan_of(hand_made()), tmp_path / "[new] none.jsonl", jobs, console)
     one, other, first, *_, second = output.getvalue().splitlines()
     for line in (one, other):  # what a workload takes on one core
         assert line.endswith(": 1 runs of 100 gradients of 1.2e+03 ms, 2.0 minutes")
+    assert "[new] none.jsonl" in first
     assert "projected: 2.0 minutes for the other 2, 2 at a time" in first
     assert "projected: 4.0 minutes for the other 2, divided by the number of workers" in second
 

@@ -101,7 +101,7 @@ def test_a_missing_data_set_names_the_file_and_the_command(tmp_path, name, first
     with pytest.raises(MissingData) as caught:
         load(name, folder)
     assert str(folder / first) in str(caught.value)
-    assert f"`stormplus data {name} --folder '{folder}'`" in str(caught.value)
+    assert f"`stormplus data {name} --data-dir '{folder}'`" in str(caught.value)
     assert f"place {data.place(name, folder)}" in str(caught.value)
     assert isinstance(caught.value, FileNotFoundError)
 
@@ -253,7 +253,7 @@ def files_in(folder):
 
 def test_every_data_set_is_fetched_once_and_can_be_read(server, tmp_path):
     folder = tmp_path / "not there yet"
-    result = run(*data.NAMES, "--folder", folder)
+    result = run(*data.NAMES, "--data-dir", folder)
     assert result.exit_code == 0, result.output
     for name in data.NAMES:
         load(name, folder)
@@ -267,7 +267,7 @@ def test_every_data_set_is_fetched_once_and_can_be_read(server, tmp_path):
     assert files_in(tmp_path) == sorted(f"{folder.name}/{name}" for name in names)
     assert (folder / "tinyshakespeare/input.txt").stat().st_mode & 0o044  # others may read it
     server.requests.clear()
-    result = run(*data.NAMES, "--folder", folder)
+    result = run(*data.NAMES, "--data-dir", folder)
     assert result.exit_code == 0
     assert server.requests == []
     assert f"mnist: already in {folder}" in result.output
@@ -280,7 +280,7 @@ def test_only_the_missing_file_is_fetched(server, tmp_path, monkeypatch):
     again = tmp_path / "mnist/train-images-idx3-ubyte.gz"
     again.write_bytes(gzip.compress(gzip.decompress(again.read_bytes()), 1))
     assert again.read_bytes() != server.content[again.name]
-    monkeypatch.setenv(data.VARIABLE, str(tmp_path))  # instead of --folder
+    monkeypatch.setenv(data.VARIABLE, str(tmp_path))  # instead of --data-dir
     assert run("mnist").exit_code == 0
     assert server.requests == ["t10k-images-idx3-ubyte.gz"]
 
@@ -288,7 +288,7 @@ def test_only_the_missing_file_is_fetched(server, tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", ["cifar10", "shakespeare"])  # md5 and sha256
 def test_another_content_is_not_kept(server, tmp_path, name):
     server.spoil = dict.fromkeys(server.content, "other")
-    result = run(name, "--folder", tmp_path)
+    result = run(name, "--data-dir", tmp_path)
     remote = RELEASES[name].remotes[0]
     assert result.exit_code == 1
     assert f"does not have the checksum {remote.checksum}, and was not kept" in result.stderr
@@ -302,30 +302,30 @@ def test_a_failed_download_leaves_nothing_and_can_be_repeated(server, tmp_path, 
     server.spoil = {archive.name: spoil}
     if spoil == "gone":
         archive.write_bytes(b"half of it")  # placed by hand, and wrong: asked for again
-    result = run("cifar10", "--folder", tmp_path)
+    result = run("cifar10", "--data-dir", tmp_path)
     assert result.exit_code == 1
     assert f"cannot fetch {RELEASES['cifar10'].remotes[0].url}" in result.stderr
     assert f"      as {archive}\n" in result.stderr
     server.spoil = {}
-    assert run("cifar10", "--folder", tmp_path).exit_code == 0
+    assert run("cifar10", "--data-dir", tmp_path).exit_code == 0
     load("cifar10", tmp_path)
 
 
 def test_the_files_before_a_failure_stay_and_the_others_are_still_tried(server, tmp_path):
     server.spoil = {"t10k-labels-idx1-ubyte.gz": "cut"}
-    result = run("mnist", "shakespeare", "--folder", tmp_path)
+    result = run("mnist", "shakespeare", "--data-dir", tmp_path)
     assert result.exit_code == 1
     assert "shakespeare: fetched" in result.output
     assert len(files_in(tmp_path / "mnist")) == 3
     assert result.stderr.count("\n      as ") == 1  # only the missing one is asked for
     server.spoil, server.requests = {}, []
-    assert run("mnist", "--folder", tmp_path).exit_code == 0
+    assert run("mnist", "--data-dir", tmp_path).exit_code == 0
     assert server.requests == ["t10k-labels-idx1-ubyte.gz"]
 
 
 def test_offline_the_message_says_what_to_place_where(server, tmp_path, monkeypatch):
     server.spoil = dict.fromkeys(server.content, "gone")
-    result = run("mnist", "--folder", tmp_path)  # every missing file at once
+    result = run("mnist", "--data-dir", tmp_path)  # every missing file at once
     for remote in RELEASES["mnist"].remotes:
         assert f"    {remote.url}\n      as {tmp_path / remote.path}\n" in result.stderr
     server.requests.clear()
@@ -334,14 +334,14 @@ def test_offline_the_message_says_what_to_place_where(server, tmp_path, monkeypa
         url = f"http://127.0.0.1:{taken.getsockname()[1]}/cifar-10-binary.tar.gz"
         closed = replace(RELEASES["cifar10"].remotes[0], url=url)
         monkeypatch.setitem(RELEASES, "cifar10", replace(RELEASES["cifar10"], remotes=(closed,)))
-        result = run("cifar10", "--folder", tmp_path)
+        result = run("cifar10", "--data-dir", tmp_path)
     archive = tmp_path / "cifar-10-binary.tar.gz"
     assert result.exit_code == 1
     assert f"cannot fetch {url}" in result.stderr
     assert f"    {url}\n      as {archive}\nthen run `stormplus data cifar10" in result.stderr
     # Doing what it says helps, without a connection; the user's own file is left to the user.
     archive.write_bytes(server.content[archive.name])
-    assert run("cifar10", "--folder", tmp_path).exit_code == 0
+    assert run("cifar10", "--data-dir", tmp_path).exit_code == 0
     load("cifar10", tmp_path)
     assert archive.exists()
     assert server.requests == []
@@ -349,12 +349,12 @@ def test_offline_the_message_says_what_to_place_where(server, tmp_path, monkeypa
 
 def test_what_is_in_the_way_is_an_error_that_overwrites_nothing(server, tmp_path):
     small.write_shakespeare(tmp_path, b"my own text")
-    result = run("shakespeare", "--folder", tmp_path)
+    result = run("shakespeare", "--data-dir", tmp_path)
     assert result.exit_code == 1
     assert "input.txt is not the released file: 11 bytes" in result.stderr
     assert (tmp_path / "tinyshakespeare/input.txt").read_bytes() == b"my own text"
     (tmp_path / "mnist").write_text("in the way")  # not a folder
-    result = run("mnist", "--folder", tmp_path)
+    result = run("mnist", "--data-dir", tmp_path)
     assert result.exit_code == 1
     assert isinstance(result.exception, SystemExit)
     assert str(tmp_path / "mnist") in result.stderr
@@ -381,23 +381,23 @@ def test_ctrl_c_keeps_what_is_done_and_says_how_to_go_on(server, tmp_path):
     thread = threading.Thread(target=interrupt)
     thread.start()
     try:
-        result = run("shakespeare", "cifar10", "mnist", "--folder", tmp_path)
+        result = run("shakespeare", "cifar10", "mnist", "--data-dir", tmp_path)
     finally:
         thread.join()
         signal.signal(signal.SIGINT, before)
     assert result.exit_code == 130, result.output
     assert "shakespeare: fetched" in result.stdout
     assert "interrupted: cifar10 is not complete" in result.stderr
-    assert f"stormplus data cifar10 mnist --folder {tmp_path}" in result.stderr
+    assert f"stormplus data cifar10 mnist --data-dir {tmp_path}" in result.stderr
     assert files_in(tmp_path) == ["tinyshakespeare/input.txt"]
 
 
 def test_the_list_says_what_where_from_and_whether_it_is_there(server, tmp_path):
     small.write_mnist(tmp_path)
     small.write_shakespeare(tmp_path, b"short")
-    result = run("--folder", tmp_path)
+    result = run("--data-dir", tmp_path)
     assert result.exit_code == 0
-    again = f"stormplus data cifar10 --folder {tmp_path}"
+    again = f"stormplus data cifar10 --data-dir {tmp_path}"
     assert f"cifar10: not there (fetch it with `{again}`)" in result.output
     assert "mnist: found\n" in result.output
     assert "shakespeare: broken: " in result.output
@@ -406,14 +406,14 @@ def test_the_list_says_what_where_from_and_whether_it_is_there(server, tmp_path)
             assert text in result.output
     result = run()  # without a folder it says how to give one
     assert result.exit_code == 0
-    assert result.output.count("no folder to look in (set STORMPLUS_DATA, or give --folder") == 3
+    assert result.output.count("no folder to look in (set STORMPLUS_DATA, or give --data-dir") == 3
     assert "$STORMPLUS_DATA/tinyshakespeare/input.txt" in result.output
     assert server.requests == []
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["mnist"], "set STORMPLUS_DATA, or give --folder DIR"), (["imagenet"], "'cifar10'")],
+    [(["mnist"], "set STORMPLUS_DATA, or give --data-dir DIR"), (["imagenet"], "'cifar10'")],
 )
 def test_wrong_usage_has_its_own_exit_code_and_the_help_teaches(arguments, message):
     result = run(*arguments)

@@ -4,15 +4,17 @@ import io
 import math
 
 import numpy as np
+import pandas as pd
 import pytest
 from bench_rows import frame_of, hand_made, make_row, swept
-from matplotlib.colors import to_hex, to_rgb
+from matplotlib.colors import rgb_to_hsv, to_hex, to_rgb
 
-from stormplus.theory.palette import PALETTE
+from stormplus.theory.palette import PALETTE, shade
 from stormplus_bench import figures, style
 from stormplus_bench.figures import slug
-from stormplus_bench.methods import HEADLINE, METHODS, OURS, ordered
+from stormplus_bench.methods import HEADLINE, METHODS, OURS, TIERS, few, in_figures, ordered
 from stormplus_bench.svg import decoration, inline, to_svg
+from stormplus_bench.train.catalogue import SMOOTH
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,10 @@ def test_an_unknown_method_has_a_lasting_style_of_its_own():
     # A pinned value: Python's own hash of a text is another one in each process.
     assert style.style_of("Lion") == style._SPARE[0xFFEFF301 % len(style._SPARE)]
     assert style.style_of("Lion").marker not in {s.marker for s in style.STYLES.values()}
+    assert style.style_of("Lion").width == style.style_of("STORM+").width  # the reader's own
+    assert len(set(style._SPARE)) == len(style._SPARE) > 100
+    assert not {look.colour for look in style._SPARE} & set(PALETTE.values())
+    assert few(["Lion", "SGD", "Adam"]) == ["Adam", "Lion"]
     assert ordered(["Lion", "SGD", "STORM+", "SGD"]) == ["STORM+", "SGD", "Lion"]
 
 
@@ -114,8 +120,9 @@ def test_the_map_of_costs_prints_its_numbers(frame):
     assert texts(axis) == ["37", "0", "18", "16", "33", "25", "div.", "div.", "100"]
     found = [make_row([4, 1], workload=w) for w in "ab"]
     part = frame_of([*found, make_row([4, 0], method="SVRG", workload="a")])
+    assert figures.stands_out("Lion")  # not the benchmark's: the reader's
     axis = figures.cost_of_not_tuning(part).axes[0]
-    assert [t.get_text() for t in axis.get_yticklabels()] == ["SGD", "SVRG (1 of 2 workloads)"]
+    assert [t.get_text() for t in axis.get_yticklabels()] == ["SGD", "SVRG (1 of 2)"]
     assert "·" in texts(axis)
 
 
@@ -177,6 +184,67 @@ def test_the_legend_fits_into_the_figure(draw, workloads):
     box = figure.legends[0].get_window_extent()
     assert 0 <= box.x0 < box.x1 <= figure.bbox.width
     assert 0 <= box.y0 < box.y1 <= figure.bbox.height
+
+
+def test_every_figure_fits_a_column_of_text_and_has_few_panels(frame, curves):
+    drawn = [curves, figures.sensitivity(frame, "a"), figures.cost_of_not_tuning(frame)]
+    drawn += [figures.performance_profile(frame), figures.curves_grid(frame)]
+    assert {figure.get_figwidth() for figure in drawn} == {figures.WIDTH}
+    networks, smooth = TIERS["networks"], TIERS["smooth"]
+    assert {*SMOOTH} == {*smooth}
+    found = in_figures(["mine", "nmf (60 evaluations)", *networks, *smooth])
+    assert found == {
+        "smooth": sorted([*smooth, "nmf (60 evaluations)"]),
+        "networks": list(networks),
+        "others": ["mine"],
+    }
+    many = in_figures(map(str, range(20)))
+    assert [len(names) for names in many.values()] == [8, 8, 4]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [(0.01, "0.01"), (20, "20"), (1e-5, "10⁻⁵"), (2e-5, "2·10⁻⁵"), (1e10, "10¹⁰")],
+)
+def test_numbers_of_logarithmic_axes_are_plain_text(value, text):
+    assert figures.power(value) == text
+
+
+def test_the_earliest_is_the_strongest_colour_of_a_map_of_targets():
+    grid = pd.DataFrame([[0.2, 0.6], [1.0, math.inf]], ["Untuned", "SGD"], ["a", "b"])
+    (axis,) = figures.target_maps({"one": grid}).axes
+    cells = axis.collections[0]
+    cells.update_scalarmappable()
+    light = cells.get_facecolors()[:, :3].sum(1)
+    assert light[0] < light[1] < light[2]
+    assert texts(axis) == ["0.20", "0.60", "1.00", "missed"]
+    assert [t.get_weight() for t in axis.get_yticklabels()] == ["bold", "normal"]
+
+
+def test_a_method_at_several_rates_has_one_hue():
+    assert shade("#d9480f", 1) == "#d9480f"
+    assert shade("#d9480f", 0) == "#ffffff"
+    assert shade("#000000", 0.5) == "#808080"
+
+
+def hue_of(method):
+    return 360 * rgb_to_hsv(to_rgb(PALETTE[method]))[0]
+
+
+def test_ours_are_not_all_in_one_orange():
+    orange = [method for method in (*OURS, "STORM") if 10 <= hue_of(method) <= 40]
+    assert orange == ["STORM+"]
+
+
+def test_names_are_no_formulas_and_one_seed_is_not_called_a_median():
+    found = [make_row([2, 1], method=m) for m in (r"$\frac{$", "_hidden", "long" * 50)]
+    figure = figures.curves_grid(frame_of(found))
+    assert "one seed" in title_of_legend(figure)
+    assert "median" not in title_of_legend(figure)
+    figure.savefig(io.BytesIO(), format="svg")
+    names = names_in_legend(figure)
+    assert len(names) == 3
+    assert max(map(len, names)) == figures.LONGEST
 
 
 def without_gradient_norm(row):

@@ -1,11 +1,14 @@
 """`stormplus report`: sentences, files, exit codes, README, and a page that stands alone."""
 
+import errno
 import html
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+from functools import partial
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -14,7 +17,9 @@ import pytest
 from bench_rows import frame_of, hand_made, make_row, swept, write_rows
 from click.testing import CliRunner
 
+from stormplus.progress import Pulse
 from stormplus_bench import markdown, profiles, rows, sentences
+from stormplus_bench.commands import report as command
 from stormplus_bench.commands.report import read, report
 
 ROOT = Path(__file__).parents[2]
@@ -56,8 +61,8 @@ def test_everything_is_written(finished):
     assert {p.name for p in output.iterdir()} == {*("index.html", "figures", "table.csv")} | {
         "results.md"
     }
-    overviews = ("cost_of_not_tuning", "performance_profile", "sensitivity")
-    overviews += ("curves_default", "curves_tuned")
+    overviews = ("cost_of_not_tuning", "performance_profile", "sensitivity-others")
+    overviews += ("curves-default-others", "curves-tuned-others")
     each = {f"{kind}_{w}.svg" for kind in ("curves", "sensitivity") for w in "ab"}
     assert {path.name for path in (output / "figures").iterdir()} == each | {
         f"{name}.{end}" for name in overviews for end in ("png", "svg")
@@ -159,6 +164,10 @@ def test_help_teaches_and_a_call_without_rows_ends_with_two(tmp_path):
     text = call("--help").output
     for part in ("rows.jsonl", "Examples", "Exit codes", "index.html", "results:begin"):
         assert part in text
+    assert "\\b" not in text
+    lines = [line.strip() for line in text.splitlines()]
+    assert "results.md    what README says: where STORM+ wins, ties and loses" in lines
+    assert "2    the command was not called properly" in lines
     assert call().exit_code == 2
     assert call(tmp_path / "nowhere.jsonl").exit_code == 2
 
@@ -200,6 +209,56 @@ def test_a_readme_without_its_markers_is_left_alone(tmp_path, text):
     assert "README.md should have the lines <!-- results:begin -->" in result.stderr
     assert readme.read_text() == text
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("place", ["--output", "--keep"])
+def test_a_place_that_cannot_be_written_to_is_told_before_anything_is_drawn(
+    tmp_path, monkeypatch, place
+):
+    monkeypatch.setattr(command, "draw", lambda *_: pytest.fail("drew"))
+    path = write_rows(tmp_path / "rows.jsonl", [make_row([2, 1])])
+    (tmp_path / "README.md").write_text(README)
+    given = {"--output": tmp_path / "out", "--readme": tmp_path / "README.md"}
+    given |= {place: path / "here"}
+    result = call(path, *(part for pair in given.items() for part in pair))
+    assert result.exit_code == 1
+    assert result.stderr.startswith("Error: ")
+    assert "rows.jsonl/here" in result.stderr
+
+
+def test_a_full_disk_is_told_with_the_file(tmp_path, monkeypatch):
+    path = write_rows(tmp_path / "rows.jsonl", [make_row([2, 1])])
+
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    result = call(path, "--output", tmp_path / "out")
+    assert result.exit_code == 1
+    assert re.search(r"Error: .*No space left on device.*cost_of_not_tuning\.svg", result.stderr)
+
+
+def test_names_from_outside_do_no_harm_and_a_log_shows_life(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "Pulse", partial(Pulse, every=0))
+    long = f"{'x/' * 300}<script>alert(1)</script>{END}"
+    found = [make_row([2, 1], method=m, workload=long) for m in (r"$\frac{$", "STORM+", "_a|b<i>")]
+    path = write_rows(tmp_path / "rows.jsonl", found)
+    readme = tmp_path / "README.md"
+    readme.write_text(README)
+    result = call(path, "--output", tmp_path / "out", "--readme", readme)
+    assert result.exit_code == 0, result.output
+    assert "1/7 figures drawn" in result.stderr
+    for file in (readme, tmp_path / "out" / "results.md"):
+        text = file.read_text()
+        assert (text.count(BEGIN), text.count(END)) == (1, 1)
+        assert "<script>" not in text
+        assert "<i>" not in text
+        assert r"| _a\|b&lt;i&gt; |" in text
+    assert readme.read_text().endswith("After.\n")
+    assert "<script>alert" not in (tmp_path / "out" / "index.html").read_text()
+    figures = [file.name for file in (tmp_path / "out" / "figures").iterdir()]
+    assert len(figures) == 12  # seven, and five of them as PNG too
+    assert max(map(len, figures)) < 150
 
 
 ODD = {

@@ -143,6 +143,51 @@ def test_a_file_that_cannot_be_read_is_explained(tmp_path, text, message):
     assert str(path) in str(caught.value)
 
 
+def replaced(old, new):
+    return HEADER + json.dumps(make_row([1])).replace(old, new, 1) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (HEADER + "[" * 10**5 + "]" * 10**5 + "\n", "line 2 is not JSON"),
+        ("[" * 10**5 + "]" * 10**5 + "\n", "line 1: not a journal"),
+        (replaced('"lr": 0.1', f'"lr": {"9" * 400}'), "'lr' should be finite, got 99999"),
+        (replaced('"lr": 0.1', '"lr": NaN'), "'lr' should be finite, got nan"),
+        (replaced('"budget": 100', f'"budget": {"9" * 400}'), "'budget' should be finite"),
+        (replaced('"workload": "w"', r'"workload": "a\ud800"'), "'workload' should be a text of"),
+        (
+            replaced('"method": "SGD"', r'"method": "a\u0000\nb"'),
+            "'method' should be a text of one",
+        ),
+        (replaced('"method": "SGD"', '"method": ""'), "'method' should be a text of one line"),
+        (replaced('"seed": 0', f'"seed": {"9" * 400}'), "'seed' is too large, got 99999"),
+        (replaced('"state_mb": 0.5', '"state_mb": "x"'), "'state_mb' should be a number"),
+        (replaced('"train_loss": [1', f'"train_loss": [{"9" * 400}'), "list of numbers and nulls"),
+        (replaced('"evaluations": [0.0', '"evaluations": [null'), "'evaluations' should all be"),
+        (replaced('"versions": {', '"versions": [1], "other": {'), "'versions' should be"),
+    ],
+    ids=[
+        *("nested", "header", "lr", "nan", "budget", "surrogate", "control", "empty"),
+        *("seed", "text", "curve", "no evaluations", "versions"),
+    ],
+)
+def test_nothing_that_a_file_says_is_a_traceback(tmp_path, text, message):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=message) as told:
+        rows.load(path)
+    assert len(str(told.value)) < 400
+    with pytest.raises(ValueError, match=message):
+        rows.keys(path)
+
+
+def test_a_full_disk_names_the_journal(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "write", lambda handle, data: len(data) // 2)
+    with pytest.raises(OSError, match=r"is it full.*rows\.jsonl"):
+        rows.append(tmp_path / "rows.jsonl", make_row([1]))
+
+
 def test_the_parts_of_a_curve_have_one_length():
     row = make_row([1, 2])
     row["curve"]["grad_norm"] = [1]

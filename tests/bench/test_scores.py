@@ -33,6 +33,17 @@ def test_finals_are_medians_over_seeds_with_their_spread(frame):
     assert lookup(table, "grad_norm", workload="b", method="Adam") == INF
 
 
+def test_a_table_is_computed_once_for_a_frame_and_nobody_can_spoil_it(frame):
+    calls = []
+    counted = finals.once(lambda part, name: calls.append(name) or part.copy())
+    first = counted(frame, "a")
+    first["loss"] = 0
+    assert "loss" not in counted(frame, "a")
+    counted(frame, "b")
+    counted(frame[frame["seed"] == 0], "a")
+    assert calls == ["a", "b", "a"]
+
+
 def test_a_minority_that_diverges_does_not_decide():
     found = [make_row([4, 2], seed=0), make_row([4, 3], seed=1)]
     frame = frame_of([*found, make_row([4], seed=2, status="diverged")])

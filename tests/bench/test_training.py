@@ -269,6 +269,19 @@ def test_the_scheduled_rate_rises_in_a_line_and_falls_to_zero():
     assert run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
+def test_a_schedule_goes_on_where_it_was(tmp_path):
+    def make():
+        return start(digits(), lambda t: Scheduled(AdamPlusPlus(t.parameters), 40, 0.1))
+
+    whole, half, rest = make(), make(), make()
+    whole.advance(20)
+    half.advance(10)
+    half.save(tmp_path / "part.pt")
+    rest.restore(tmp_path / "part.pt")
+    rest.advance(20)
+    assert same(whole.model, rest.model)
+
+
 def test_adam_plus_plus_is_its_papers_recursion():
     workload = digits()
     run = start(workload, OneGradient, AdamPlusPlus)

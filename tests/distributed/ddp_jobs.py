@@ -1,6 +1,8 @@
 """What each rank of a DDP test does."""
 
+import time
 from contextlib import nullcontext
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -148,3 +150,33 @@ def one_bad_sample(steps, bad_call):
         except FloatingPointError as error:
             errors.append(str(error))
     return result(model, opt, loop.calls) | {"errors": errors}
+
+
+def one_bad_gradient_after_the_average(seconds):
+    """Rank 1 alone spoils its gradient when DDP has averaged it, in the third step's first half."""
+    rank, size = place()
+    model = DDP(Tanh(), process_group=dist.new_group(timeout=timedelta(seconds=seconds)))
+    opt = StormPlus(model.parameters())
+    loop, error = Loop(model, opt), ""
+    start = time.monotonic()
+    for batch in batches(3):
+
+        def closure():
+            loss = loop.evaluate(share(batch, rank, size))
+            if rank == 1 and loop.calls == 4:
+                next(model.parameters()).grad.fill_(float("nan"))
+            return loss
+
+        before = values(model)
+        try:
+            opt.step(closure)
+        except (FloatingPointError, RuntimeError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    moved = any(not torch.equal(a, b) for a, b in zip(before, values(model)))
+    waited = time.monotonic() - start
+    time.sleep(max(0.0, seconds + 2 - waited))  # until the others have given up
+    return {"error": error, "moved": moved, "waited": waited, "pending": opt.pending}
+
+
+def values(model):
+    return [p.detach().clone() for p in model.parameters()]

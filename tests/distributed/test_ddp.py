@@ -177,6 +177,19 @@ def test_a_bad_sample_on_one_rank_stops_all_ranks_together(cluster, bad_call):
     assert all(torch.isfinite(p).all() for p in runs[0]["x"])
 
 
+@long
+def test_a_bad_gradient_on_one_rank_after_the_average_stops_that_rank_alone(cluster):
+    # The optimizer sends nothing under DDP, so nobody can tell the others: docs/many-machines.md.
+    good, bad = cluster.run(2, ddp_jobs.one_bad_gradient_after_the_average, 4)
+    assert bad["error"].startswith("FloatingPointError")
+    assert not bad["moved"]
+    assert bad["waited"] < 4
+    assert good["error"].startswith("RuntimeError")  # its second evaluation has waited in vain
+    assert good["moved"]
+    assert good["pending"]
+    assert good["waited"] >= 4
+
+
 def test_the_test_model_is_not_linear():
     u = torch.ones(1, 6, dtype=torch.float64)
     model = Tanh()

@@ -1,4 +1,4 @@
-"""Untuned once more, literally: z, x and y by their definitions, float64, no import from the library.
+"""Untuned once more, literally: z, x and y as defined, float64, no import from the library.
 
 The library keeps neither z nor x: it has y and the lead z - x. So this is another way to the same
 numbers.
@@ -57,7 +57,7 @@ def untuned_run(
         outputs = block.shape[-1 if inputs_last else 0] if block.ndim > 1 else 1
         natural.append(1 / math.sqrt(max(block.size // max(outputs, 1), 1)))
         ceiling.append(max(rms(block), natural[-1]))
-        r.append(0.03 * ceiling[-1])
+        r.append(ceiling[-1] / 60)
     z, average, origin = ([block.copy() for block in y] for _ in range(3))
     s = [np.zeros_like(block) for block in y]
     t, counted, eta = ([0] * len(y) for _ in range(3))
@@ -73,7 +73,7 @@ def untuned_run(
             s[i] = np.sqrt((1 - w) * s[i] ** 2 + w * g_i**2)
             u = np.divide(g_i, s[i], out=np.zeros_like(g_i), where=s[i] != 0)  # 0/0 is 0
             rate = rates[i](t[i] - 1) if callable(rates[i]) else rates[i]
-            eta[i] = min(r[i] / math.sqrt(1 + counted[i]), ceiling[i] / 20)
+            eta[i] = min(r[i] / math.sqrt(1 + counted[i]), ceiling[i] / 60)
             limit = rate * r[i]
             decay = min(1.0, decays[i] * rate * eta[i] * natural[i] / ceiling[i])
             z[i] = z[i] - np.clip(rate * eta[i] * u, -limit, limit) - decay * z[i]

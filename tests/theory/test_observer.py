@@ -1,5 +1,7 @@
 """The observer: its rows are the theory's quantities, in NumPy and in torch."""
 
+import gc
+
 import numpy as np
 import pytest
 
@@ -239,6 +241,32 @@ def test_torch_only_a_completed_pair_is_recorded():
         loss(params).backward()
         opt.estimate()  # the same sample again
     assert ["drift_sq" in row for row in observer.rows] == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize("ends", ["failed", "restarted"])
+def test_torch_copies_are_released_when_a_pair_comes_to_nothing(ends):
+    x = torch.nn.Parameter(torch.ones(12_345))
+
+    def copies():
+        gc.collect()
+        kinds = (torch.Tensor, torch.nn.Parameter)  # isinstance would wake lazy objects of torch
+        return sum(type(o) in kinds and o.shape == x.shape for o in gc.get_objects())
+
+    opt = StormPlus([x])
+    with Observer().attach(opt):
+        for _ in range(2):
+            take(opt, lambda: x.square().mean())
+        between = copies()
+        x.grad = torch.ones_like(x)
+        if ends == "failed":
+            x.grad[0] = float("nan")
+            with pytest.raises(FloatingPointError):
+                opt.move()
+        else:
+            opt.move()
+            opt.restart()
+        # g_t stays for the next sample, unless the parameters have moved.
+        assert copies() <= between - (ends == "restarted")
 
 
 def with_full_grad(params):

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,13 +19,15 @@ from click.testing import CliRunner
 
 from stormplus import minimize
 from stormplus.cli import main
+from stormplus.files import write_whole
+from stormplus.progress import Pulse
 from stormplus.rules import make_rule
 from stormplus.theory.problems import BoundedNonConvex
 from stormplus.theory.rates import METHODS, Plan, Result, figure, run_method, slope, slopes, table
 from stormplus.theory.rates.command import MethodFailed, rates, run_all
 from stormplus.theory.rates.experiment import corrected_momentum, measure, samples, storm_constants
 from stormplus.theory.rates.report import details
-from stormplus.theory.rates.store import load, part, read, save, write_whole
+from stormplus.theory.rates.store import load, part, read, save
 from stormplus.theory.rivals import adagrad_norm, sgd
 
 # The experiment.
@@ -283,8 +286,15 @@ def test_another_plan_is_not_mixed_in(command, tmp_path):
         (lambda text: text.replace(b'od": "sgd"', b'od": "storm"'), "results of storm)"),
         (lambda text: text.replace(b'"seeds": [0, 1]', b'"seeds": [0, 1, 2]'), "shape"),
         (lambda text: text.replace(b'"dim"', b'"dims"'), "unexpected keyword argument 'dims'"),
+        (lambda text: text.replace(b"1234.5", b"[" * 10**5 + b"]" * 10**5), "not JSON"),
+        (lambda text: text.replace(b"1234.5", b"9" * 400), "too large to convert to float"),
+        (lambda text: text.replace(b'"mean": [[[', b'"mean": [[[NaN, '), "damaged"),
+        (lambda text: re.sub(rb'"square": \[\[\[[^,]*', b'"square": [[[NaN', text), "not a number"),
     ],
-    ids=["cut", "bytes", "other", "version", "key", "renamed", "shape", "plan"],
+    ids=[
+        *("cut", "bytes", "other", "version", "key", "renamed", "shape", "plan"),
+        *("nested", "digits", "longer", "nan"),
+    ],
 )
 def test_a_file_that_cannot_be_used_is_named(command, tmp_path, damage, told):
     save(made_up("sgd"), TINY, tmp_path)
@@ -305,6 +315,9 @@ def test_redraw_from_the_raw_rows_alone_or_from_nothing(command, tmp_path):
     part(tmp_path, "storm+").unlink()
     assert command("--redraw").exit_code == 0
     assert [(tmp_path / name).read_bytes() for name in FILES] == drawn
+    content = (tmp_path / "rates.json").read_text()
+    (tmp_path / "rates.json").write_text(re.sub(r'"mean": \[[^,]*', '"mean": [NaN', content))
+    refused(command("--redraw"), "do not fit each other (a value is not a number)")
     (tmp_path / "rates.json").write_text("[]")
     refused(command("--redraw"), "do not fit each other")
     (tmp_path / "rates.json").write_text("[")
@@ -326,6 +339,21 @@ def test_a_file_is_whole_or_not_there_and_a_disk_may_refuse(command, tmp_path, m
         write_whole(file, b"new")
     assert file.read_bytes() == b"old"
     assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("place", ["methods", "rates.md/"])
+def test_a_folder_that_cannot_be_written_to_is_told_before_anything_runs(
+    command, tmp_path, monkeypatch, place
+):
+    (tmp_path / place).mkdir() if place.endswith("/") else (tmp_path / place).write_text("")
+    monkeypatch.setattr("stormplus.theory.rates.command.run_missing", lambda *_: pytest.fail("ran"))
+    refused(command("--quick"), place.strip("/"))
+
+
+def test_a_log_shows_life(command, monkeypatch):
+    monkeypatch.setattr("stormplus.theory.rates.command.Pulse", partial(Pulse, every=0))
+    done = command("--quick", "--method", "adagrad-norm")
+    assert "adagrad-norm 100%" in done.stderr
 
 
 def test_a_method_that_fails_is_named(capfd):

@@ -41,6 +41,9 @@ def own_formula(sum_g, sum_d, g_sq, d_sq, t):
     return sum_g + g_sq, sum_d + d_sq / 0.5, 0.5, 0.2 / np.cbrt(1 + sum_g + g_sq)
 
 
+PAIRS_ONLY = ("scope", "decoupled_weight_decay")
+
+
 @dataclass(frozen=True)
 class Case:
     """An optimizer, and how its passes are run."""
@@ -55,8 +58,17 @@ class Case:
     def paired(self):
         return issubclass(self.cls, PairedOptimizer)
 
-    def __call__(self, params, *args, **options):
-        return self.cls(params, *args, **(self.path | options))
+    def __call__(self, params, *, lr=None, **options):
+        """Untuned has no lr, but a factor for each group, and its only scope is a tensor."""
+        if self.paired:
+            return self.cls(params, **({} if lr is None else {"lr": lr}) | self.path | options)
+        options = {k: v for k, v in options.items() if k not in PAIRS_ONLY}
+        groups = list(params)
+        if lr is not None or (groups and isinstance(groups[0], dict)):
+            groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
+            groups = [{"lr": 1.0 if lr is None else lr} | group for group in groups]
+            groups = [{"factor" if k == "lr" else k: v for k, v in g.items()} for g in groups]
+        return self.cls(groups, **self.path, **options)
 
     def step(self, opt, evaluate):
         """As its user writes it; `evaluate` zeroes gradients, calls backward, returns the loss."""
@@ -100,11 +112,10 @@ class Case:
             len(problem.samples),
             lr=[groups[i].lr for i in of_group],
             weight_decay=[groups[i].weight_decay for i in of_group],
-            scope=of_group if scope == "group" else scope,
-            decoupled=decoupled,
             maximize=maximize,
         )[-1]
-        return last["x"], last["d"], [last["a"]] * len(last["r"]), last["eta"]
+        lead = [z - x for z, x in zip(last["z"], last["average"])]
+        return last["x"], lead, [], last["eta"]
 
 
 PATHS = {
@@ -118,7 +129,7 @@ CASES = [
     Case("SimplifiedStormPlus", SimplifiedStormPlus, "simplified-storm+"),
     Case("Storm", Storm, "storm"),
     Case("Own", Own, own_formula),
-    Case("Untuned", Untuned, buffers=("estimator", "unit", "origin", "average")),
+    Case("Untuned", Untuned, buffers=("lead", "unit", "origin")),
 ]
 PAIRED = [case for case in CASES if case.paired]
 

@@ -571,3 +571,71 @@ def test_a_rule_is_known_by_its_class_and_every_field():
 def test_the_template_alone_has_no_rule():
     with pytest.raises(TypeError, match=r"a rule must be an object of a frozen dataclass.*None"):
         PairedOptimizer([nn.Parameter(torch.ones(2))])
+
+
+# -- gradients that are not zeroed ---------------------------------------------------------------
+
+
+class Fit:
+    def __init__(self, **options):
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        self.opt = StormPlus(self.model.parameters(), lr=0.1, **options)
+        self.rows = torch.randn(6, 4)
+
+    def backward(self, parts=1):
+        for rows in self.rows.chunk(parts):
+            loss = self.model(rows).square().mean() / parts
+            loss.backward()
+        return loss
+
+
+@pytest.mark.parametrize("outside", [False, True], ids=["never", "outside the closure"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_a_closure_that_does_not_zero_is_told_once_on_the_second_step(outside, parts):
+    fit = Fit()
+
+    def step():
+        if outside:
+            fit.opt.zero_grad()
+        fit.opt.step(lambda: fit.backward(parts))
+
+    step()
+    with pytest.warns(RuntimeWarning, match="closure does not zero the gradients") as told:
+        step()
+    assert len(told) == 1
+    step()  # a warning would be an error here
+    assert not any(p._backward_hooks for p in fit.opt.parameters())
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("parts", [1, 3])
+@pytest.mark.parametrize("clip", [None, 1e-3, 1e3])
+def test_a_closure_that_zeroes_is_not_suspected(set_to_none, parts, clip):
+    fit = Fit()
+
+    def closure():
+        fit.opt.zero_grad(set_to_none=set_to_none)
+        loss = fit.backward(parts)
+        if clip is not None:
+            nn.utils.clip_grad_norm_(fit.model.parameters(), clip)
+        return loss
+
+    for _ in range(4):
+        fit.opt.step(closure)
+
+
+def test_looking_at_the_closure_leaves_no_hook_behind_when_it_fails():
+    fit = Fit()
+    fit.opt.step(fit.backward)
+    calls = []
+
+    def closure():
+        calls.append(1)
+        if len(calls) == 2:
+            raise ZeroDivisionError
+        return fit.backward()
+
+    with pytest.raises(ZeroDivisionError):
+        fit.opt.step(closure)
+    assert not any(p._backward_hooks for p in fit.opt.parameters())

@@ -12,12 +12,15 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import click
 import torch
 from torch import Tensor, nn
 
 from stormplus import StormPlus, Untuned
+from stormplus_bench.launches import launches
+from stormplus_bench.memory import ELEMENTS, TENSORS, peak, state_bytes
 from stormplus_bench.train.networks import resnet34
 
 
@@ -37,11 +40,6 @@ def ours(params: list[nn.Parameter], **options: bool) -> tuple[StormPlus, Callab
         opt.estimate()
 
     return opt, pair
-
-
-def state_bytes(opt: torch.optim.Optimizer) -> int:
-    tensors = (v for state in opt.state.values() for v in state.values())
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
 
 
 def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
@@ -121,6 +119,45 @@ def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
         click.echo(f"  {label:20s}{statistics.median(ratios):6.2f}x")
 
 
+def peaks() -> None:
+    """The resident set's growth in some steps, beyond the state, in sizes of the model."""
+    if peak(torch.optim.SGD, {}) is None:
+        return
+    click.echo(
+        f"\n{TENSORS * ELEMENTS / 1e6:.0f} M parameters in {TENSORS} tensors: peak of memory "
+        "beside parameters, gradients and state, in sizes of the model"
+    )
+    decay = {"weight_decay": 0.1}
+    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (StormPlus, {}),
+        (StormPlus, decay),
+        (StormPlus, {"foreach": False}),
+        (StormPlus, {"foreach": False} | decay),
+        (StormPlus, {"foreach": True}),
+        (StormPlus, {"foreach": True} | decay),
+        (StormPlus, {"fused": True}),
+        (Untuned, {}),
+        (torch.optim.Adam, {"fused": True}),
+        (torch.optim.Adam, {"foreach": True}),
+    ]
+    for cls, options in cases:
+        label = ", ".join(f"{name}={value}" for name, value in options.items())
+        click.echo(f"  {f'{cls.__name__}({label})':46s}{peak(cls, options):6.2f}")
+
+
+def launch_counts() -> None:
+    """What a step would start on a device, as far as it can be told without one."""
+    shapes = [p.shape for p in resnet34(1000).parameters()]
+    click.echo(f"\nKernel launches a step on a device, ResNet34's {len(shapes)} tensors, counted")
+    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+        "StormPlus(foreach=True), a pair": lambda p: StormPlus(p, foreach=True, check_finite=False),
+        "StormPlus(fused=True), a pair": lambda p: StormPlus(p, fused=True, check_finite=False),
+        "Adam(foreach=True)": lambda p: torch.optim.Adam(p, foreach=True),
+    }
+    for label, make in makers.items():
+        click.echo(f"  {label:46s}{launches(make, shapes):6d}")
+
+
 def _seconds(run: Callable[[], object]) -> float:
     start = time.perf_counter()
     run()
@@ -188,5 +225,7 @@ def bench_step(quick: bool, profile: bool) -> None:
     rounds = 3 if quick else 15
     compare("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
     compare("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds)
+    peaks()
+    launch_counts()
     frozen_parameters(20 * rounds)
     share_of_training(2 if quick else 5)

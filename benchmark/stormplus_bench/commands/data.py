@@ -16,7 +16,8 @@ INTERRUPTED = 130  # what shells report for Ctrl-C
 @click.command()
 @click.argument("names", nargs=-1, type=click.Choice(NAMES), metavar="[NAME]...")
 @click.option(
-    "--folder",
+    "--data-dir",
+    "folder",
     type=click.Path(path_type=Path, file_okay=False),
     envvar=VARIABLE,
     help=f"Where data sets are kept.  [default: ${VARIABLE}]",
@@ -47,7 +48,7 @@ def data(ctx: click.Context, names: tuple[str, ...], folder: Path | None) -> Non
             click.echo(_entry(name, folder))
         return
     if folder is None:
-        raise click.UsageError(f"say where to put it: set {VARIABLE}, or give --folder DIR")
+        raise click.UsageError(f"say where to put it: set {VARIABLE}, or give --data-dir DIR")
     folder = folder.expanduser().absolute()
     left, failed = list(dict.fromkeys(names)), False
     try:
@@ -69,7 +70,7 @@ def data(ctx: click.Context, names: tuple[str, ...], folder: Path | None) -> Non
 
 
 def _again(names: list[str], folder: Path) -> str:
-    return f"stormplus data {' '.join(names)} --folder {shlex.quote(str(folder))}"
+    return f"stormplus data {' '.join(names)} --data-dir {shlex.quote(str(folder))}"
 
 
 def _entry(name: str, folder: Path | None) -> str:
@@ -85,7 +86,7 @@ def _entry(name: str, folder: Path | None) -> str:
 
 def _state(name: str, folder: Path | None) -> str:
     if folder is None:
-        return f"no folder to look in (set {VARIABLE}, or give --folder DIR)"
+        return f"no folder to look in (set {VARIABLE}, or give --data-dir DIR)"
     try:
         load(name, folder)
     except MissingData:

@@ -2,22 +2,31 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
-import shutil
+import zlib
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import click
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from matplotlib.figure import Figure
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stormplus.files import require_writable, write_whole
+from stormplus.interrupts import explained
+from stormplus.progress import Pulse
 from stormplus_bench import figures, finals, markdown, page, rows, scores, sentences
-from stormplus_bench.methods import HEADLINE, ordered
+from stormplus_bench.methods import few, in_figures
 from stormplus_bench.svg import to_svg
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+WRITTEN = ("index.html", "table.csv", "results.md")
+LONGEST = 100  # letters of a file's name; file systems allow some 250 bytes
 
 
 @click.command(context_settings={"max_content_width": 96})
@@ -36,7 +45,7 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     help="A folder for the figures that README shows.  [OUTPUT/figures]",
 )
 def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Path | None) -> None:
-    r"""Turn the benchmark's rows into a page, figures, a table and a summary.
+    """Turn the benchmark's rows into a page, figures, a table and a summary.
 
     ROWS are journals that the benchmark has written (rows.jsonl, or rows.jsonl.gz). Several are
     read as one: a run in a later file replaces the same run (workload, method, lr, seed) of an
@@ -60,20 +69,25 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Pat
     \b
     Exit codes
       0    all files were written
-      1    ROWS cannot be used (empty, damaged, another version), or README has no markers
+      1    ROWS cannot be used (empty, damaged, another version), README has no markers, or a
+           file cannot be written
       2    the command was not called properly
 
     A last line that is cut short, because the benchmark was stopped while it wrote, is left out
     with a warning.
-    """
-    try:
+    """  # noqa: D301 - click's own mark: leave these lines as they are
+    console = Console(stderr=True)
+    with explained(output, console):
         frame = read(files)
         if readme:
             _in_readme(readme, "")
-    except ValueError as error:
-        raise click.ClickException(str(error)) from error
-    found = sentences.findings(frame)
-    written = write(frame, found, files, output, readme, keep)
+            require_writable(readme.parent)
+        require_writable(output / "figures")
+        require_writable(output, WRITTEN)
+        if keep:
+            require_writable(keep)
+        found = sentences.findings(frame)
+        written = write(frame, found, files, output, readme, keep, console)
     for text in found.plain():
         click.echo(text)
     click.echo("wrote " + ", ".join(str(path) for path in written))
@@ -109,27 +123,19 @@ def write(  # noqa: PLR0917
     output: Path,
     readme: Path | None,
     keep: Path | None,
+    console: Console,
 ) -> list[Path]:
     """Write everything; the README last, when nothing can go wrong any more."""
     folder = output / "figures"
-    folder.mkdir(parents=True, exist_ok=True)
-    svgs = {}
-    for number, (name, (draw, overview)) in enumerate(_drawings(frame).items()):
-        figure = draw()
-        svgs[name] = to_svg(figure, f"f{number}")
-        file = folder / re.sub(r"[^\w.-]", "_", name)
-        file.with_name(f"{file.name}.svg").write_text(svgs[name], encoding="utf-8")
-        if overview:
-            figure.set_layout_engine("none")  # it is laid out already
-            figure.savefig(f"{file}.png", dpi=130, metadata={"Software": None})
-    (output / "index.html").write_text(page.build(frame, found, svgs), encoding="utf-8")
-    scores.table(frame).to_csv(output / "table.csv", index=False)
+    svgs = draw(frame, folder, console)
+    write_whole(output / "index.html", page.build(frame, found, svgs))
+    write_whole(output / "table.csv", scores.table(frame).to_csv(index=False))
     command = f"stormplus report {' '.join(path.as_posix() for path in files)}"
     command += f" --output {output.as_posix()}"
     section = markdown.section(
         sentences.readme_section(found, "figures", command), sentences.SECTION
     )
-    (output / "results.md").write_text(section + "\n", encoding="utf-8")
+    write_whole(output / "results.md", section + "\n")
     written = [output / name for name in ("index.html", "figures", "table.csv", "results.md")]
     if readme is None:
         return written
@@ -139,13 +145,35 @@ def write(  # noqa: PLR0917
     shown = Path(os.path.relpath(keep or folder, readme.parent)).as_posix()
     section = sentences.readme_section(found, shown, command)
     if keep is not None:
-        keep.mkdir(parents=True, exist_ok=True)
         names = re.findall(r"\]\(.*?([\w-]+\.png)\)", section)
-        written += [Path(shutil.copy(folder / name, keep)) for name in names]
-    draft = readme.with_name(readme.name + ".new")
-    draft.write_text(_in_readme(readme, section), encoding="utf-8")
-    draft.replace(readme)
-    return [*written, readme]
+        written += [write_whole(keep / name, (folder / name).read_bytes()) for name in names]
+    return [*written, write_whole(readme, _in_readme(readme, section))]
+
+
+def draw(frame: pd.DataFrame, folder: Path, console: Console) -> dict[str, str]:
+    """Write each figure as SVG, and the overviews as PNG too; return the SVG texts by name."""
+    svgs = {}
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    pulse, drawings = Pulse(console), _drawings(frame)
+    with Progress(*columns, console=console, transient=True) as progress:
+        task = progress.add_task("drawing", total=len(drawings))
+        for number, (name, (make, overview)) in enumerate(drawings.items()):
+            figure = make()
+            svgs[name] = to_svg(figure, f"f{number}")
+            write_whole(folder / f"{file_name(name)}.svg", svgs[name])
+            if overview:
+                picture = io.BytesIO()
+                figure.savefig(picture, format="png", dpi=130, metadata={"Software": None})
+                write_whole(folder / f"{file_name(name)}.png", picture.getvalue())
+            progress.advance(task)
+            pulse.beat(f"{number + 1}/{len(drawings)} figures drawn")
+    return svgs
+
+
+def file_name(name: str) -> str:
+    """A figure's name as a file's; one that had to be changed ends with a number of its own."""
+    short = re.sub(r"[^\w.-]", "_", name, flags=re.ASCII)[:LONGEST]
+    return short if short == name else f"{short}-{zlib.crc32(name.encode()):08x}"
 
 
 def _in_readme(readme: Path, section: str) -> str:
@@ -156,14 +184,20 @@ def _in_readme(readme: Path, section: str) -> str:
 
 def _drawings(frame: pd.DataFrame) -> dict[str, tuple[Callable[[], Figure], bool]]:
     """Name -> how to draw it, and whether it is an overview."""
-    few = [name for name in ordered(frame["method"]) if name in HEADLINE] or None
     table: dict[str, tuple[Callable[[], Figure], bool]] = {
         "cost_of_not_tuning": (partial(figures.cost_of_not_tuning, frame), True),
         "performance_profile": (partial(figures.performance_profile, frame), True),
-        "curves_default": (partial(figures.curves_grid, frame, methods=few), True),
-        "curves_tuned": (partial(figures.curves_grid, frame, best_lr=True, methods=few), True),
-        "sensitivity": (partial(figures.sensitivity_grid, frame, methods=few), True),
     }
+    for part, names in in_figures(frame["workload"]).items():
+        some: dict[str, Any] = {"methods": few(frame["method"]) or None, "workloads": names}
+        table |= {
+            f"curves-default-{part}": (partial(figures.curves_grid, frame, **some), True),
+            f"curves-tuned-{part}": (
+                partial(figures.curves_grid, frame, best_lr=True, **some),
+                True,
+            ),
+            f"sensitivity-{part}": (partial(figures.sensitivity_grid, frame, **some), True),
+        }
     for workload in sorted(frame["workload"].unique()):
         table[f"curves_{workload}"] = (partial(figures.curves, frame, workload), False)
         table[f"sensitivity_{workload}"] = (partial(figures.sensitivity, frame, workload), False)

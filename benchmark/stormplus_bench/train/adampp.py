@@ -39,21 +39,22 @@ class AdamPlusPlus(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         delta: float = 1e-8,
     ) -> None:
-        super().__init__(params, {"lr": lr, "betas": betas, "delta": delta})
-        self.t, self.eta = 0, 0.0
+        # t and eta are in the groups, so that a checkpoint has them.
+        super().__init__(params, {"lr": lr, "betas": betas, "delta": delta, "t": 0, "eta": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         xs = [x for group in self.param_groups for x in group["params"]]
-        if self.t == 0:
+        t, eta = self.param_groups[0]["t"], self.param_groups[0]["eta"]
+        if t == 0:
             for x in xs:
                 zeros = {name: torch.zeros_like(x) for name in ("m", "v", "largest")}
                 self.state[x] = zeros | {"origin": x.detach().clone()}
-            self.eta = 1e-6 * (1 + sum(float(x.square().sum()) for x in xs))
+            eta = 1e-6 * (1 + sum(float(x.square().sum()) for x in xs))
         square = sum(float((x - self.state[x]["origin"]).square().sum()) for x in xs)
-        self.eta = max(self.eta, math.sqrt(square / sum(x.numel() for x in xs)))
+        eta = max(eta, math.sqrt(square / sum(x.numel() for x in xs)))
         for group in self.param_groups:
             b1, b2 = group["betas"]
             for x in group["params"]:
@@ -63,7 +64,7 @@ class AdamPlusPlus(torch.optim.Optimizer):
                 m.lerp_(x.grad, 1 - b1)
                 v.mul_(b2).addcmul_(x.grad, x.grad, value=1 - b2)
                 torch.maximum(largest, v, out=largest)
-                s = largest.mul(self.t + 1).sqrt_().add_(group["delta"])
-                x.addcdiv_(m, s, value=-group["lr"] * self.eta)
-        self.t += 1
+                s = largest.mul(t + 1).sqrt_().add_(group["delta"])
+                x.addcdiv_(m, s, value=-group["lr"] * eta)
+            group["t"], group["eta"] = t + 1, eta
         return loss

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from stormplus_bench.train.workload import FRACTIONS, Network, Smooth, Workload
 
 SMOOTH_BUDGET = 1500
 SMOOTH_BATCH = 16
+PAPER_BATCH = 100
 CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
 CIFAR_STD = (0.2470, 0.2435, 0.2616)
 Split = tuple[Tensor, Tensor]
@@ -186,6 +187,38 @@ def cifar10(model: str) -> Network:
     return workload
 
 
+def course(images: int, epochs: int) -> Network:
+    """The paper's experiment to its end, on few images, as many of each class.
+
+    The budget counts samples, so that every method sees so many epochs.
+    """
+    (inputs, targets), valid = pictures("cifar10")
+    chosen = balanced(targets, images)
+    workload = Network(
+        f"resnet34-cifar10 ({images} images, {epochs} epochs)",
+        networks.resnet34,
+        (inputs[chosen], targets[chosen]),
+        valid,
+        budget=epochs * images // PAPER_BATCH,
+        batch_size=PAPER_BATCH,
+        prepare=standard,
+    )
+    workload.counts = "samples"
+    if images >= 1000:  # else it is run to see that it runs
+        workload.measured = len(valid[0])  # all of both
+    workload.resumes = workload.watches = True
+    return workload
+
+
+def balanced(targets: Tensor, count: int) -> Tensor:
+    """The places of the first examples of each class, as many of each, in order."""
+    classes = int(targets.max()) + 1
+    if count % classes:
+        raise ValueError(f"images must be a multiple of {classes} classes, got {count}")
+    places = [torch.nonzero(targets == k)[: count // classes, 0] for k in range(classes)]
+    return torch.cat(places).sort().values
+
+
 def paper(images: int, budget: int) -> Network:
     """The paper's experiment: ResNet34 on CIFAR-10, batches of 100, no augmentation."""
     (inputs, targets), valid = pictures("cifar10")
@@ -195,7 +228,7 @@ def paper(images: int, budget: int) -> Network:
         (inputs[:images], targets[:images]),
         valid,
         budget=budget,
-        batch_size=100,
+        batch_size=PAPER_BATCH,
         prepare=standard,
     )
     if images < len(inputs):  # a sweep: the end is what ranks
@@ -267,3 +300,16 @@ def standard(x: Tensor) -> Tensor:
 def _pixels(logits: Tensor, target: Tensor) -> Tensor:
     """Cross entropy of pixels, summed over the image and divided by its size."""
     return F.binary_cross_entropy_with_logits(logits, _unit(target).flatten(1))
+
+
+# All of them, by name.
+EVERY: dict[str, Callable[[], Workload]] = {
+    **SMOOTH,
+    "mlp-digits": partial(digits, "mlp"),
+    "cnn-digits": partial(digits, "cnn"),
+    "cnn-mnist": partial(mnist, "cnn"),
+    "autoencoder-mnist": partial(mnist, "autoencoder"),
+    "bncnn-cifar10": partial(cifar10, "bncnn"),
+    "resnet-cifar10": partial(cifar10, "resnet"),
+    "gpt-shakespeare": shakespeare,
+}

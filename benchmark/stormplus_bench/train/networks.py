@@ -14,14 +14,37 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 
+class Conv3x3(nn.Conv2d):
+    """A 3x3 convolution with padding 1; on images of 1x1 and 2x2 it is a matrix product.
+
+    Most of the nine taps see nothing but padding there, and on a CPU torch multiplies with all
+    those zeros: the last half of a ResNet on images of 32x32 is three times as fast without.
+    """
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__(inputs, outputs, 3, stride, padding=1, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        count, _, height, width = x.shape
+        if height != width or height > 2 or x.device.type != "cpu":
+            return super().forward(x)
+        stride = self.stride[0]
+        size = -(-height // stride)
+        # An output at i sees the inputs 0, ..., height - 1 through the taps 1 - i, ..., height - i.
+        seen = [slice(1 - i * stride, 1 - i * stride + height) for i in range(size)]
+        taps = torch.cat([self.weight[:, :, i, j].flatten(1) for i in seen for j in seen])
+        found = (x.flatten(1) @ taps.T).view(count, size * size, -1)
+        return found.transpose(1, 2).reshape(count, -1, size, size)
+
+
 class BasicBlock(nn.Module):
     """Two 3x3 convolutions and a shortcut (figure 2), option B where shapes change."""
 
     def __init__(self, inputs: int, outputs: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = nn.Conv2d(inputs, outputs, 3, stride, padding=1, bias=False)
+        self.conv1 = Conv3x3(inputs, outputs, stride)
         self.bn1 = nn.BatchNorm2d(outputs)
-        self.conv2 = nn.Conv2d(outputs, outputs, 3, padding=1, bias=False)
+        self.conv2 = Conv3x3(outputs, outputs)
         self.bn2 = nn.BatchNorm2d(outputs)
         self.relu = nn.ReLU()
         self.downsample = None

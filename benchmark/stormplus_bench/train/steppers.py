@@ -33,6 +33,14 @@ class Stepper(ABC):
     def resume(self) -> None:  # noqa: B027 - most methods have nothing to put back
         """Go on after `result`."""
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """All that the method needs to go on later; None if it cannot."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        raise RuntimeError(f"{type(self).__name__} gives no state")
+
     @property
     @abstractmethod
     def state_mb(self) -> float:
@@ -48,6 +56,13 @@ class OneGradient(Stepper):
     def step(self, training: Training) -> None:
         training.gradient(training.draw())
         self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        found: dict[str, Any] = self.optimizer.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
     @property
     def state_mb(self) -> float:
@@ -100,6 +115,9 @@ class Averaged(OneGradient):
         except AssertionError as error:  # how it says that a norm is not a number
             raise Diverged(str(error)) from error
         self.averager.step()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return None  # the average is not in the optimizer's
 
     def result(self, training: Training) -> nn.Module:
         return training.model if training.evaluations == 0 else self.averager.averaged_model
@@ -162,6 +180,13 @@ class Scheduled(OneGradient):
     def step(self, training: Training) -> None:
         super().step(training)
         self.schedule.step()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {"optimizer": super().state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
 
 
 class Mars(Stepper):

@@ -27,12 +27,17 @@ class Workload(ABC):
 
     Attributes:
         name: As in every table and figure.
-        budget: Gradient evaluations of one mini-batch that a run may spend.
+        budget: Gradient evaluations of one mini-batch that a run may spend; if it `counts`
+            samples, the mini-batches that a run sees, whatever a method pays for one.
+        counts: "evaluations" or "samples".
         batch_size: Examples in a mini-batch.
         batches: Mini-batches in the whole training set: what a full gradient costs.
         batch_norm: Whether the model has running statistics.
         fractions: Of the budget, where the run is measured.
         measured: At most so many examples of each split are measured.
+        version: Of the file that it is from, "" if it is the benchmark's own.
+        resumes: Whether a run keeps its state at every measurement, to go on from there.
+        watches: Whether runs of STORM+ measure the error of their estimator too.
     """
 
     name: str
@@ -42,7 +47,10 @@ class Workload(ABC):
     batch_norm = False
     fractions: tuple[float, ...] = FRACTIONS
     measured: int
+    version = ""
     device = "cpu"
+    counts = "evaluations"
+    resumes = watches = False
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
@@ -70,7 +78,7 @@ class Workload(ABC):
 
     @property
     def checkpoints(self) -> list[int]:
-        """Numbers of gradient evaluations at which to measure, from 0 to the budget."""
+        """Where to measure, in what the budget counts, from 0 to the budget."""
         return sorted({round(fraction * self.budget) for fraction in self.fractions})
 
 
@@ -224,6 +232,23 @@ class Network(Workload):
         model.zero_grad()
         model.train()
         return math.sqrt(square)
+
+    def batch_gradients(self, model: nn.Module, seed: int) -> Iterator[list[Tensor]]:
+        """The gradients of an epoch's mini-batches, all at the model as it is.
+
+        BatchNorm is in training mode, as a sample has it; its running statistics are put back.
+        Each list is that of `.grad`, until the next one.
+        """
+        buffers = [b.clone() for b in model.buffers()]
+        samples = self.samples(seed)
+        for _ in range(len(self.train[0]) // self.batch_size):
+            model.zero_grad()
+            self.loss(model, next(samples)).backward()
+            yield [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        with torch.no_grad():
+            for b, saved in zip(model.buffers(), buffers):
+                b.copy_(saved)
 
     def _parts(self, examples: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = (part[: self.measured] for part in examples)

@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.jax.core.options import Number, NumberOrSchedule, Options, check_choice
+from stormplus.jax.core.options import Number, NumberOrSchedule, Options
 from stormplus.jax.core.trees import (
     PyTree,
     TreeOrFunction,
@@ -41,6 +41,7 @@ from stormplus.rules import (
     StormRule,
     Sum,
     Sums,
+    check_choice,
 )
 
 

@@ -227,6 +227,10 @@ class Attachment(AbstractContextManager["Attachment"]):
                 self._half = None  # the first sample, or a restart: no pair
             elif when == "after_estimate":
                 self._after_estimate()
+            elif when == "failed":
+                self._before = None  # nothing has moved; a pair that is pending keeps its half
+            elif when == "restarted":
+                self._half = None  # its partner will not come
 
     def _before_move(self) -> None:
         g_tilde, d = self._gradients(), self._estimators()

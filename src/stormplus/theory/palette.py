@@ -1,13 +1,15 @@
-"""One colour a method, the same in every figure of the repository.
+"""One colour a method and one width a figure, the same everywhere in the repository.
 
 The library's own methods stay apart for readers with any kind of colour vision, and so do the
 few that the overviews of the benchmark show. Twenty colours cannot all do so: markers and
 dashes tell the others apart.
 """
 
+WIDTH = 7.6  # inches: a column of text, so that letters of 8 points can be read there
+
 PALETTE = {
     "STORM+": "#d9480f",
-    "STORM+ mean": "#f2a93b",
+    "STORM+ mean": "#c2a000",
     "Untuned": "#087f5b",
     "simplified STORM+": "#e8308a",
     "simplified STORM+ mean": "#e599b5",
@@ -31,3 +33,9 @@ PALETTE = {
     "SPIDER": "#1098ad",
     "Hybrid SARAH": "#9c36b5",
 }
+
+
+def shade(colour: str, strength: float) -> str:
+    """A colour mixed with white: 1 is the colour itself, for a method at several learning rates."""
+    parts = (int(colour[k : k + 2], 16) for k in (1, 3, 5))
+    return "#" + "".join(f"{round(255 + strength * (part - 255)):02x}" for part in parts)

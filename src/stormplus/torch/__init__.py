@@ -8,6 +8,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer
+from stormplus.torch.core.random import pair_lock as pair_lock
 from stormplus.torch.loops import same_sample as same_sample
 from stormplus.torch.loops import scaled_step as scaled_step
 from stormplus.torch.loops import verify_closure as verify_closure
@@ -26,6 +27,7 @@ __all__ = [
     "StormPlus",
     "UniformIterate",
     "Untuned",
+    "pair_lock",
     "same_sample",
     "scaled_step",
     "verify_closure",

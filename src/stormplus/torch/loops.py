@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stormplus.torch.core.random import RunningStatistics
+from stormplus.torch.core.random import RunningStatistics, pair_lock
 from stormplus.torch.core.sharding import local
 from stormplus.torch.core.state import accumulator_dtype
 from stormplus.torch.core.tensors import name_of
@@ -39,7 +40,8 @@ class same_sample:
     one, at the new point, is the one that counts; modules are neither frozen nor switched
     to eval. An evaluation that fails, or is not finite, leaves them as they were. If the
     optimizer was loaded from a checkpoint made between the two
-    evaluations, the random streams start where that sample's did.
+    evaluations, the random streams start where that sample's did. As a context it holds
+    `stormplus.pair_lock`, as `step` does: see `replay_rng` of `PairedOptimizer`.
 
     Args:
         opt: A `PairedOptimizer`.
@@ -85,14 +87,17 @@ class same_sample:
     def __enter__(self) -> Self:
         if self._hook is not None:
             raise RuntimeError("this same_sample is entered already: make one for each sample")
-        self._entry = self._streams = self._opt.random_streams()
-        packed = self._opt.pending_streams
-        if self._opt.pending and self._opt.replays_rng and packed is not None:
-            self._streams = self._opt.random_streams()
-            self._streams.unpack(packed)
-            self._streams.rewind()
-        self._statistics = RunningStatistics(self._model)
-        self._hook = self._opt.register_pass_hook(self._around)
+        with ExitStack() as held:
+            held.enter_context(self._opt.lock())
+            self._entry = self._streams = self._opt.random_streams()
+            packed = self._opt.pending_streams
+            if self._opt.pending and self._opt.replays_rng and packed is not None:
+                self._streams = self._opt.random_streams()
+                self._streams.unpack(packed)
+                self._streams.rewind()
+            self._statistics = RunningStatistics(self._model)
+            self._hook = self._opt.register_pass_hook(self._around)
+            self._held = held.pop_all()
         return self
 
     def _around(self, opt: PairedOptimizer, event: str) -> None:
@@ -115,6 +120,7 @@ class same_sample:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
+            self._held.close()
         if kind is not None:
             self.put_back()
 
@@ -216,23 +222,24 @@ def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: fl
     require_pairs(opt, "verify_closure")
     params = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
     before = [p.grad for p in params]
-    streams = opt.random_streams()
-    try:
-        for p in params:
-            p.grad = None
-        torch.enable_grad()(closure)()
-        first = [None if p.grad is None else local(p.grad).clone() for p in params]
-        if all(g is None for g in first):
-            raise RuntimeError("the closure left no gradient: it must call loss.backward()")
-        if opt.replays_rng:
+    with pair_lock():
+        streams = opt.random_streams()
+        try:
+            for p in params:
+                p.grad = None
+            torch.enable_grad()(closure)()
+            first = [None if p.grad is None else local(p.grad).clone() for p in params]
+            if all(g is None for g in first):
+                raise RuntimeError("the closure left no gradient: it must call loss.backward()")
+            if opt.replays_rng:
+                streams.rewind()
+            torch.enable_grad()(closure)()
+            for p, g in zip(params, first):
+                _compare(name_of(opt.param_groups, p), g, p.grad, rtol)
+        finally:
             streams.rewind()
-        torch.enable_grad()(closure)()
-        for p, g in zip(params, first):
-            _compare(name_of(opt.param_groups, p), g, p.grad, rtol)
-    finally:
-        streams.rewind()
-        for p, grad in zip(params, before):
-            p.grad = grad
+            for p, grad in zip(params, before):
+                p.grad = grad
 
 
 def _compare(name: str, first: Tensor | None, grad: Tensor | None, rtol: float) -> None:

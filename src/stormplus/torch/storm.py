@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from numbers import Real
 from typing import Any, ClassVar
@@ -23,12 +24,19 @@ from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 from torch.optim import optimizer as torch_optimizer
 
 from stormplus import rules
-from stormplus.rules import NORMS, Rule, Sum, Sums, describe
-from stormplus.torch.core.base import BaseOptimizer, check_choice
+from stormplus.rules import NORMS, Rule, Sum, Sums, check_choice, describe
+from stormplus.torch.core.base import BaseOptimizer
 from stormplus.torch.core.kernels import kernels_for, undo_estimate
-from stormplus.torch.core.random import RandomStreams
+from stormplus.torch.core.random import RandomStreams, pair_lock
 from stormplus.torch.core.state import JOINED, Buffer, State
-from stormplus.torch.core.tensors import Bundle, FreshGradients, Roster, Totals, blame
+from stormplus.torch.core.tensors import (
+    Bundle,
+    FreshGradients,
+    Roster,
+    Totals,
+    blame,
+    evaluate_and_look,
+)
 
 START, READY, PENDING = 0, 1, 2
 
@@ -66,7 +74,10 @@ class PairedOptimizer(BaseOptimizer):
         foreach: torch's multi-tensor operations; by default where they are faster.
         fused: Compiled kernels; `torch.compile` needs a C++ compiler for them.
         replay_rng: Let both evaluations of `step` see the same random numbers (dropout). A
-            list of `torch.Generator` names streams to replay beside torch's own.
+            list of `torch.Generator` names streams to replay beside torch's own. torch's own
+            belong to all threads: pairs take turns, and a thread that draws beside them must
+            do so under `stormplus.pair_lock`, or from a generator of its own. False, where
+            closures draw nothing, lets pairs of several threads run at once.
         check_finite: Raise `FloatingPointError` on a gradient that is not finite, before
             harm is done. False saves one read of the gradient and every wait for the device.
         max_move: Beyond the paper: a bound on lr eta_t |d_t|, with |d_t| over the parameters
@@ -95,6 +106,7 @@ class PairedOptimizer(BaseOptimizer):
         "sum_d_sq_over_a",
     )
     _kept = ("rule", "_norm", "_generators")
+    _looked = False  # whether the closure was seen to zero the gradients
 
     def __init__(
         self,
@@ -147,26 +159,31 @@ class PairedOptimizer(BaseOptimizer):
         if closure is None:
             raise TypeError(closure_needed(self))
         evaluate = torch.enable_grad()(closure)
-        if self.pending:  # an earlier call was left halfway, and its sample is gone
-            self.restart()
-        if not self.started:
+        with self.lock():
+            if self.pending:  # an earlier call was left halfway, and its sample is gone
+                self.restart()
+            if not self.started:
+                loss = evaluate()
+                self._estimate()
+                return loss
+            streams = self.random_streams()
             loss = evaluate()
-            self._estimate()
+            roster = self._move()
+            if self.replays_rng:
+                streams.rewind()
+            fresh = FreshGradients(roster.params)
+            try:
+                if self._looked:
+                    evaluate()
+                else:  # once, at the first pair
+                    self._looked = True
+                    evaluate_and_look(evaluate, roster.params)
+                fresh.check()
+                self._estimate()
+            except BaseException:
+                self.pending_streams = streams.pack()  # for `same_sample`, to complete it
+                raise
             return loss
-        streams = self.random_streams()
-        loss = evaluate()
-        roster = self._move()
-        if self.replays_rng:
-            streams.rewind()
-        fresh = FreshGradients(roster.params)
-        try:
-            evaluate()
-            fresh.check()
-            self._estimate()
-        except BaseException:
-            self.pending_streams = streams.pack()  # for `same_sample`, should it be completed
-            raise
-        return loss
 
     @torch.no_grad()
     def _move(self) -> Roster:
@@ -345,6 +362,10 @@ class PairedOptimizer(BaseOptimizer):
     def replays_rng(self) -> bool:
         """Whether both evaluations are to see the same random numbers."""
         return self._generators.replay
+
+    def lock(self) -> AbstractContextManager[None]:
+        """What a pair of this optimizer is evaluated under; nothing if no stream is rewound."""
+        return pair_lock() if self.replays_rng else nullcontext()
 
     def random_streams(self) -> RandomStreams:
         """Where the random streams stand that an evaluation may draw from."""

@@ -8,6 +8,7 @@ STORM+'s corrected estimator is not in it: docs/untuned.md has the study behind 
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
@@ -15,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
+from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
 
 from stormplus import rules
 from stormplus.rules import INTERPOLATION
@@ -51,6 +52,13 @@ Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among a
 _STATE_DTYPES = (None, torch.float32, torch.bfloat16)
 
 
+_NO_LR = (
+    "there is no rate to set, and Adam's 1e-3 would all but stop the run. Leave it out; a "
+    "scheduler multiplies param_groups[...]['lr'], which is 1.0, and a group may have a `factor` "
+    "of its own"
+)
+
+
 class Untuned(BaseOptimizer):
     """One gradient per step, Adam's memory, and nothing to tune.
 
@@ -60,11 +68,11 @@ class Untuned(BaseOptimizer):
         z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
         x    <- mean of z over about the last tenth of the run          the average
         y     = 0.1 z + 0.9 x                                           the parameters
-        r    <- min(max(r, RMS of z - z_1), R)                          from 0.03 R on
+        r    <- min(max(r, RMS of z - z_1), R)                          from R / 60 on
 
     R is the tensor's root mean square at the start, or one over the root of its inputs if that
-    is larger. No step is larger than R / 20 in the mean, and none moves a coordinate by more
-    than r. docs/untuned.md has the whole rule and the study behind it.
+    is larger. No step is larger than the first, R / 60, and none moves a coordinate by more than
+    r. docs/untuned.md has the whole rule and the study behind it.
 
     It is a plain torch optimizer: `loss.backward(); opt.step()`, a closure if you like, any
     trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into
@@ -93,6 +101,7 @@ class Untuned(BaseOptimizer):
             anything has moved.
     """
 
+    _layout: _Layout | None = None
     _numbers: ClassVar[dict[str, float]] = {
         "step": 0.0,
         "step_size": 0.0,
@@ -106,6 +115,7 @@ class Untuned(BaseOptimizer):
     _shown = ("step", "step_size", "distance")
     _kept = ("_state_dtype", "_trusted")
     _lent: ClassVar[dict[str, Buffer]] = {"iterate": Buffer(wide=False)}
+    _absent: ClassVar[dict[str, str]] = {"lr": _NO_LR}
 
     def __init__(
         self,
@@ -119,7 +129,6 @@ class Untuned(BaseOptimizer):
         if state_dtype not in _STATE_DTYPES:
             raise ValueError(f"state_dtype must be torch.bfloat16 or None, got {state_dtype!r}")
         self._state_dtype = None if state_dtype == torch.float32 else state_dtype
-        self._layout: _Layout | None = None
         self._trusted = 0  # the generation whose parameters have been compared with the state
         buffers = {
             "lead": Buffer(dtype=self._state_dtype),
@@ -162,11 +171,12 @@ class Untuned(BaseOptimizer):
             self._compare_with_saved(lots)
         if any(lot.joining for lot in lots):
             self._start(lots, layout)
-        table = self._decide(layout, np.concatenate([lot.rows for lot in lots]))
+        rows = lots[0].rows if len(lots) == 1 else np.concatenate([lot.rows for lot in lots])
+        table = self._decide(layout, rows)
         totals = Totals(2, roster, self._run["step"])
         for lot in lots:
             lot.descend(table, totals.table(lot.process_groups, lot.device))
-        self._measure(layout, lots, totals.sum())
+        self._measure(layout, rows, totals.sum())
         self._run["grad_evaluations"] += 1
         self._opt_called = True  # what lr_scheduler looks for before it warns
         self._tell("after_step")
@@ -183,7 +193,7 @@ class Untuned(BaseOptimizer):
         r = rules.next_distance(run["distance"], run["moved"], run["ceiling"])
         eta = rules.untuned_step_size(r, counted, run["ceiling"])
         finite = np.isfinite(run["moved"] + eta)
-        if not finite[rows].all():
+        if not finite.all() and not finite[rows].all():
             self._tell("failed")
             bad = self.parameters()[rows[~finite[rows]][0]]
             raise FloatingPointError(
@@ -197,20 +207,20 @@ class Untuned(BaseOptimizer):
         for name, value in new.items():
             self._run[name] = torch.from_numpy(value).to(self._run[name], non_blocking=True)
         lr, weight_decay, sign = layout.options()
-        alpha, ceiling = lr * eta, np.where(run["ceiling"] > 0, run["ceiling"], 1)
-        decay = rules.decay_factor(weight_decay, alpha, layout.natural, ceiling)
-        return np.stack(
-            [alpha, lr * r, decay, rules.unit_weight(t), rules.average_weight(t), sign, t]
-        )
+        alpha, decay = lr * eta, weight_decay
+        if layout.decays:
+            ceiling = np.where(run["ceiling"] > 0, run["ceiling"], 1)
+            decay = rules.decay_factor(weight_decay, alpha, layout.natural, ceiling)
+        w, c = rules.unit_weight(t), rules.average_weight(t)
+        return np.array((alpha, lr * r, decay, w, c, sign, t))
 
-    def _measure(self, layout: _Layout, lots: list[_Lot], sums: Tensor) -> None:
+    def _measure(self, layout: _Layout, rows: Rows, sums: Tensor) -> None:
         """Keep what this step has measured: the mean of (g / s)^2, and how far z has come."""
         sizes, counts = layout.sizes_like(sums)
         measured = {"mean_square": sums[0] / sizes, "moved": (sums[1] / counts).sqrt()}
-        if sum(len(lot.rows) for lot in lots) < len(sizes):
+        if len(rows) < len(sizes):
             here = torch.zeros(len(sizes), dtype=torch.bool, device=sums.device)
-            for lot in lots:
-                here[torch.from_numpy(lot.rows).to(sums.device)] = True
+            here[torch.from_numpy(rows).to(sums.device)] = True
             measured = {k: torch.where(here, v, self._run[k]) for k, v in measured.items()}
         self._run.update(measured)
 
@@ -239,10 +249,14 @@ class Untuned(BaseOptimizer):
             item.state["joined"] = JOINED
 
     def _probe(self, lots: list[_Lot], layout: _Layout) -> None:
-        totals = Totals(1, layout.roster, self._run["step"])
-        for lot in lots:
-            totals.table(lot.process_groups, lot.device)[0, lot.rows[0]] += lot.probe()
-        if not bool(torch.isfinite(totals.sum()).all()):  # waits for the device
+        if len(lots) == 1 and not lots[0].process_groups:
+            found = lots[0].probe()
+        else:
+            totals = Totals(1, layout.roster, self._run["step"])
+            for lot in lots:
+                totals.table(lot.process_groups, lot.device)[0, lot.rows[0]] += lot.probe()
+            found = totals.sum().sum()
+        if not math.isfinite(found):  # waits for the device
             self._tell("failed")
             raise FloatingPointError(
                 f"{blame(self.param_groups)}; nothing has moved: go on with another sample"
@@ -316,6 +330,8 @@ class Untuned(BaseOptimizer):
         return {"grad_evaluations": 0, "averaged": 0}
 
     def _check_options(self, group: dict[str, Any]) -> None:
+        if group["lr"] != 1.0 and not self._renewing:
+            raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {_NO_LR}")
         factor = group["factor"]
         if not (isinstance(factor, (int, float)) and 0 <= factor < float("inf")):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
@@ -351,19 +367,27 @@ class _Layout:
         self.sizes, self._counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
         self._groups: list[dict[str, Any] | None] = [None] * rows
         self._samples: dict[int, _Sample] = {}
+        self._kept: _Lot | None = None
+        self._known: tuple[Any, ...] = ()
         self._on_device: tuple[Tensor, Tensor] | None = None
         for member in roster.members:
             p, row = member.p, member.bucket
             sample = self._samples[row] = _Sample(p)
             self.sizes[row], self._counts[row] = max(sample.size, 1), max(sample.count, 1)
-            self.natural[row] = rules.natural_scale(p[0].numel() if p.ndim > 1 else p.numel())
+            outputs = p.shape[0] if p.ndim + p.is_complex() > 1 else 1
+            self.natural[row] = rules.natural_scale(sample.size // max(outputs, 1))
             self._groups[row] = member.group
+        self._distinct = list(
+            {id(member.group): member.group for member in roster.members}.values()
+        )
 
     def lots(self) -> list[_Lot]:
         """The tensors that have a gradient, by what a pass must know of all of them."""
+        if self._kept is not None and self._kept.take_gradients():
+            return [self._kept]
         found: dict[Any, _Lot] = {}
         for member, g, joining in self.roster.present():
-            if g is None:
+            if g is None or member.p.numel() == 0:
                 continue  # no gradient, no step: tensors do not depend on one another
             item = self.roster.item(member, g)
             key = member.process_groups, item.x.device, item.x.dtype
@@ -372,13 +396,24 @@ class _Layout:
             found[key].take(member, item, self._samples[member.bucket], joining=joining)
         for lot in found.values():
             lot.rows = np.array(lot.rows)
-        return list(found.values())
+        lots = list(found.values())
+        self._kept = lots[0] if len(lots) == 1 and lots[0].lasts(len(self.sizes)) else None
+        return lots
+
+    @property
+    def decays(self) -> bool:
+        """Whether a tensor has weight decay, by the last `options`."""
+        return any(decay for _, decay, _ in self._known)
 
     def options(self) -> tuple[Numbers, Numbers, Numbers]:
         """Of each tensor: the factor on its steps, its weight decay, and -1 to maximize."""
-        of = {id(group): _options(group) for group in self._groups if group is not None}
-        rows = [(1.0, 0.0, 1.0) if group is None else of[id(group)] for group in self._groups]
-        lr, weight_decay, sign = np.array(rows).T
+        known = tuple(map(_options, self._distinct))
+        if known != self._known:
+            self._known = known
+            of = {id(group): option for group, option in zip(self._distinct, known)}
+            rows = [of.get(id(group), (1.0, 0.0, 1.0)) for group in self._groups]
+            self._options = np.array(rows).T.copy()
+        lr, weight_decay, sign = self._options
         return lr, weight_decay, sign
 
     def sizes_like(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -457,15 +492,48 @@ class _Lot:
     def __init__(self, process_groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
         self.process_groups, self.device, self.dtype = process_groups, device, dtype
         self.rows: Any = []
+        self.params: list[Tensor] = []
         self.items: list[Item] = []
         self.samples: list[_Sample] = []
         self.joining: list[int] = []
+
+    def lasts(self, rows: int) -> bool:
+        """Whether it can be used again: all tensors, at ease, and nothing that changes by itself."""
+        self._native = [suits_untuned(item) for item in self.items]
+        return (
+            len(self.rows) == rows
+            and all(self._native)
+            and not self.process_groups
+            and not self.joining
+            and all(type(p) in (Tensor, nn.Parameter) for p in self.params)
+        )
+
+    def take_gradients(self) -> bool:
+        """Take the new gradients, if nothing else has changed."""
+        items = self.items
+        for i, p in enumerate(self.params):
+            x, old, buffers, state = items[i]
+            g = p.grad
+            if (
+                g is None
+                or g.dtype != x.dtype
+                or g.stride() != old.stride()
+                or p.data_ptr() != x.data_ptr()
+                or state["lead"] is not buffers[0]
+                or state["unit"] is not buffers[1]
+                or type(g) is not Tensor
+            ):
+                return False
+            if g is not old:
+                items[i] = Item(x, g.detach() if g.requires_grad else g, buffers, state)
+        return not torch._C._len_torch_dispatch_stack()
 
     def take(self, member: Member, item: Item, sample: _Sample, *, joining: bool) -> None:
         """Add a tensor."""
         if joining:
             self.joining.append(len(self.items))
         self.rows.append(member.bucket)
+        self.params.append(member.p)
         self.items.append(item)
         self.samples.append(sample)
 
@@ -482,7 +550,7 @@ class _Lot:
                 |z - z_1|^2 over the sample.
         """
         numbers = table if len(self.rows) == table.shape[1] else table[:, self.rows]
-        native = [suits_untuned(item) for item in self.items]
+        native = self._native
         measured = [fits and sample.regular for fits, sample in zip(native, self.samples)]
         if NATIVE is not None and any(native):
             taken = [i for i, fits in enumerate(native) if fits]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, TypeAlias
@@ -12,7 +12,7 @@ import jax
 import optax  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.jax.core.trees import Layout, PyTree, TreeOrFunction, widened
-from stormplus.rules import SCOPES
+from stormplus.rules import SCOPES, check_choice
 
 # `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
 Number: TypeAlias = float | jax.Array
@@ -99,11 +99,6 @@ class Options:
 def check_flag(name: str, value: Any) -> None:
     if not isinstance(value, bool):
         raise TypeError(f"{name} must be True or False, got {value!r}")
-
-
-def check_choice(name: str, value: Any, choices: Sequence[str]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
 def check_number(name: str, value: Any, hint: str) -> None:

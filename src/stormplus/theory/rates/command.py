@@ -20,10 +20,12 @@ import click
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from stormplus.files import require_writable
 from stormplus.interrupts import EXIT_CODES, Unfinished, explained, interruptible
+from stormplus.progress import Pulse
 from stormplus.theory.rates.experiment import METHODS, Plan, Result, run_method
 from stormplus.theory.rates.report import table
-from stormplus.theory.rates.store import load, read, save, write
+from stormplus.theory.rates.store import WRITTEN, load, read, save, write
 
 EXAMPLES = f"""\b
 Examples:
@@ -81,6 +83,9 @@ def rates(quick: bool, output: Path, jobs: int, methods: tuple[str, ...], redraw
             results, plan = read(output)
         else:
             plan = Plan.quick() if quick else Plan()
+            load(output, plan)  # another plan's folder is left as it is
+            require_writable(output, WRITTEN)
+            require_writable(output / "methods")
             run_missing(plan, methods or METHODS, output, jobs, console)
             results = load(output, plan)
         files = write(results, plan, output)
@@ -103,6 +108,8 @@ def run_missing(
         soft_wrap=True,
     )
     columns = (TextColumn("{task.description:>18}"), BarColumn(), TimeElapsedColumn())
+    errors = Console(stderr=True)
+    pulse, reached = Pulse(errors), dict.fromkeys(missing, 0)
 
     def keep(result: Result) -> None:
         save(result, plan, output)
@@ -111,8 +118,10 @@ def run_missing(
     def show(name: str, step: int) -> None:
         display.start_task(tasks[name])  # its clock; later calls change nothing
         display.update(tasks[name], completed=step)
+        reached[name] = step
+        pulse.beat(", ".join(f"{n} {at / plan.steps:.0%}" for n, at in reached.items()))
 
-    with Progress(*columns, console=Console(stderr=True)) as display:
+    with Progress(*columns, console=errors) as display:
         tasks = {name: display.add_task(name, total=plan.steps, start=False) for name in missing}
         run_all(plan, missing, jobs, keep, show)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.theory.palette import PALETTE
+from stormplus.theory.palette import PALETTE, WIDTH
 from stormplus.theory.problems.base import Array
 from stormplus.theory.rates.experiment import METHODS, Plan, Result
 from stormplus.theory.rates.report import NAMES, label
@@ -22,7 +22,7 @@ MARKERS = dict(zip(METHODS, "os^vD", strict=True))  # for those who see few colo
 
 def draw(results: dict[str, Result], plan: Plan) -> Figure:
     """Four panels on log-log scales: the mean and the RMS with noise, both without, sigma."""
-    figure = Figure(figsize=(10, 8.8), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 7.6), layout="constrained")
     axes = figure.subplots(2, 2)
     noisy = plan.sigmas[-1]
     panels = (
@@ -48,7 +48,8 @@ def draw(results: dict[str, Result], plan: Plan) -> Figure:
         labels[::-1],
         loc="outside lower center",
         ncols=3,
-        fontsize=9,
+        fontsize=8,
+        title_fontsize=8,
         title=f"{len(plan.seeds)} seeds; bands: 95 % over seeds; grey: the window of the fit",
     )
     return figure
@@ -81,7 +82,7 @@ def _reference(axis: Any, x: Any, power: float) -> None:
         xytext=(4, 0),
         textcoords="offset points",
         va="center",
-        fontsize=9,
+        fontsize=8,
         color="0.25",
     )
     axis.set_xlim(x[0] / 1.5, x[-1] * (x[-1] / x[0]) ** 0.2)  # room for the label
@@ -116,7 +117,7 @@ def _sigma_panel(axis: Any, results: dict[str, Result], plan: Plan) -> None:
 
 
 def _finish(axis: Any, title: str, x_label: str, y_label: str) -> None:
-    axis.set_title(title, fontsize=11)
+    axis.set_title(title, fontsize=9)
     axis.set_xlabel(x_label)
     axis.set_ylabel(y_label)
     axis.grid(True, which="major", alpha=0.3)

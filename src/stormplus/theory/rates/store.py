@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -17,24 +16,15 @@ from typing import Any
 
 import numpy as np
 
+from stormplus.files import write_whole
+from stormplus.theory.problems.base import Array
 from stormplus.theory.rates.experiment import METHODS, Plan, Result
 from stormplus.theory.rates.report import summary, table
 
 FORMAT, VERSION = "stormplus-rates", 1
-
-
-def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that is there completely or not at all, whenever this is interrupted."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    half = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    try:
-        with half.open("wb") as stream:
-            stream.write(content)
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(half, path)
-    finally:
-        half.unlink(missing_ok=True)
+WRITTEN = ("rates.json", "rates_summary.json", "rates.md", "rates.png")
+# What a damaged file may do to those who read it.
+_BROKEN = (AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RecursionError)
 
 
 def part(folder: Path, name: str) -> Path:
@@ -52,7 +42,7 @@ def save(result: Result, plan: Plan, folder: Path) -> None:
         "mean": result.mean.tolist(),
         "square": result.square.tolist(),
     }
-    write_whole(part(folder, result.method), (json.dumps(content) + "\n").encode())
+    write_whole(part(folder, result.method), json.dumps(content) + "\n")
 
 
 def load(folder: Path, plan: Plan) -> dict[str, Result]:
@@ -95,7 +85,7 @@ def read(folder: Path) -> tuple[dict[str, Result], Plan]:
     rows, told = (_json(file) for file in files)
     try:
         return _from_rows(rows, told)
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except _BROKEN as error:
         raise ValueError(
             f"{files[0]} and {files[1].name} are damaged or do not fit each other "
             f"({_reason(error)}): delete them and run the methods again"
@@ -121,14 +111,14 @@ def raw_rows(results: Mapping[str, Result], plan: Plan) -> list[dict[str, Any]]:
 
 def write(results: dict[str, Result], plan: Plan, folder: Path) -> list[Path]:
     """Write `rates.json` (raw rows), `rates_summary.json`, `rates.md` and `rates.png`."""
-    files = [folder / f"rates{end}" for end in (".json", "_summary.json", ".md", ".png")]
-    write_whole(files[0], json.dumps(raw_rows(results, plan)).encode() + b"\n")
-    write_whole(files[1], json.dumps(summary(results, plan), indent=1).encode() + b"\n")
-    write_whole(files[2], table(results, plan).encode() + b"\n")
+    files = [folder / name for name in WRITTEN]
+    write_whole(files[0], json.dumps(raw_rows(results, plan)) + "\n")
+    write_whole(files[1], json.dumps(summary(results, plan), indent=1) + "\n")
+    write_whole(files[2], table(results, plan) + "\n")
     from stormplus.theory.rates.figure import draw  # without matplotlib the rest is written
 
     picture = io.BytesIO()
-    draw(results, plan).savefig(picture, format="png", dpi=110)
+    draw(results, plan).savefig(picture, format="png", dpi=130)
     write_whole(files[3], picture.getvalue())
     return files
 
@@ -150,9 +140,10 @@ def _load_part(file: Path, name: str) -> tuple[Result, Plan]:
         mean, square = (np.array(content[key], np.float64) for key in ("mean", "square"))
         if not mean.shape == square.shape == shape:
             raise ValueError(f"numbers of shape {mean.shape}, {square.shape}, not {shape}")
+        _require_numbers(mean, square)
         seconds, tuning = float(content["seconds"]), dict(content["tuning"])
         return Result(name, mean, square, seconds, tuning, dict(content["versions"])), plan
-    except (AttributeError, LookupError, TypeError, ValueError) as error:
+    except _BROKEN as error:
         raise _damaged(file, _reason(error)) from error
 
 
@@ -162,9 +153,10 @@ def _from_rows(rows: Any, told: Any) -> tuple[dict[str, Result], Plan]:
     results = {}
     for name in (name for name in METHODS if name in told["seconds"]):
         mean, square = (
-            np.array([row[key] for row in rows if row["method"] == name]).reshape(shape)
+            np.array([row[key] for row in rows if row["method"] == name], np.float64).reshape(shape)
             for key in ("mean", "square")
         )
+        _require_numbers(mean, square)
         results[name] = Result(
             name,
             np.moveaxis(mean, -1, 0),
@@ -178,6 +170,12 @@ def _from_rows(rows: Any, told: Any) -> tuple[dict[str, Result], Plan]:
     return results, plan
 
 
+def _require_numbers(*values: Array) -> None:
+    """Divergence is inf; nothing that was measured is nan."""
+    if any(np.isnan(array).any() for array in values):
+        raise ValueError("a value is not a number")
+
+
 def _plan(settings: dict[str, Any]) -> Plan:
     """A plan from JSON, which has lists for tuples."""
     values: dict[str, Any] = {
@@ -189,7 +187,7 @@ def _plan(settings: dict[str, Any]) -> Plan:
 def _json(file: Path) -> Any:
     try:
         return json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(file, f"not JSON: {error}") from error
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
+import functools
+import inspect
 import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -14,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from stormplus.rules import SCOPES
+from stormplus.rules import SCOPES, check_choice
 from stormplus.torch.core import state as states
 from stormplus.torch.core.random import is_expanded
 from stormplus.torch.core.sharding import check_whole
@@ -37,6 +40,8 @@ class BaseOptimizer(Optimizer, ABC):
     _shown: ClassVar[tuple[str, ...]]  # those that `diagnostics` reports
     _kept: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has beside its state
     _lent: ClassVar[Buffers] = {}  # buffers that are there for a while only
+    _renewing = False  # whether groups are added that were here before
+    _absent: ClassVar[Mapping[str, str]] = {}  # arguments that others have, and why not here
 
     def __init__(
         self,
@@ -56,6 +61,11 @@ class BaseOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
         if not self.parameters():
             raise ValueError("the optimizer got parameter groups with no parameter in them")
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        if "__init__" in vars(cls):
+            cls.__init__ = _by_the_name_of_the_class(cls.__init__)  # type: ignore[method-assign]
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
@@ -196,8 +206,10 @@ class BaseOptimizer(Optimizer, ABC):
         self.state.clear()
         self._run = {}
         self.generation += 1
+        self._renewing = True
         for group in groups:
             self.add_param_group(group)
+        self._renewing = False
 
     # -- checkpoints and copies ------------------------------------------------------------------
 
@@ -254,15 +266,50 @@ class BaseOptimizer(Optimizer, ABC):
         return super().__getstate__() | own | {"_known": None, "_pass_hooks": OrderedDict()}
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
+def _by_the_name_of_the_class(init: Callable[..., None]) -> Callable[..., None]:
+    """A constructor whose errors name the class that the user wrote, and the nearest argument.
+
+    Python would name the class that has the constructor, a base of it most often.
+    """
+    signature = inspect.signature(init)
+
+    @functools.wraps(init)
+    def checked(self: Any, *args: Any, **options: Any) -> None:
+        try:
+            signature.bind(self, *args, **options)
+        except TypeError as error:
+            known = _arguments(type(self))
+            unknown = [name for name in options if name not in known]
+            twins = difflib.get_close_matches(unknown[0], known, 1) if unknown else []
+            hint = f"; did you mean {twins[0]}?" if twins else "."
+            if unknown and unknown[0] in self._absent:
+                hint = f": {self._absent[unknown[0]]}."
+            raise TypeError(
+                f"{type(self).__name__} {error}{hint} It takes {', '.join(known)}"
+            ) from None
+        init(self, *args, **options)
+
+    return checked
+
+
+def _arguments(cls: type) -> list[str]:
+    """What a constructor takes, with what it hands on to that of its base."""
+    names: list[str] = []
+    for init in (vars(base)["__init__"] for base in cls.__mro__ if "__init__" in vars(base)):
+        kinds = [(p.name, p.kind) for p in inspect.signature(init).parameters.values()]
+        names += [n for n, kind in kinds[1:] if kind in _NAMED and n not in names]
+        if all(kind != inspect.Parameter.VAR_KEYWORD for _, kind in kinds):
+            break
+    return names
+
+
+_NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 def _check_common_options(group: dict[str, Any]) -> None:
     lr, decay = group["lr"], group["weight_decay"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
-        raise ValueError(f"a tensor lr must have one element, got the shape {tuple(lr.shape)}")
+        raise ValueError(f"Tensor lr must be 1-element, got the shape {tuple(lr.shape)}")
     if not (isinstance(lr, (Real, Tensor)) and 0 <= float(lr) < math.inf):
         raise ValueError(f"lr must be a finite number, at least 0, got {lr!r}; the paper's is 1.0")
     if not (isinstance(decay, Real) and 0 <= float(decay) < math.inf):

@@ -107,11 +107,12 @@ class Compiled:
         flats, rest = _sort(bundle)
         self._plain.estimate(rest, keep, out, first=False, guard=guard)
         numbers = _numbers(bundle, keep, guard=guard)
+        totals = out.unbind()
         for flat in flats:
             with flat as (x, d, g):
-                g_sq, d_sq = _compiled(_estimate)(x if bundle.l2 else None, d, g, numbers)
-            out[0] += g_sq
-            out[1] += d_sq
+                squares = _compiled(_estimate)(x if bundle.l2 else None, d, g, numbers)
+            for total, square in zip(totals, squares):
+                total.add_(square)
 
 
 COMPILED = Compiled()

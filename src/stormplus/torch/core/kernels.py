@@ -114,14 +114,47 @@ def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
 # -- numbers -------------------------------------------------------------------------------------
 
 
-def gradient(bundle: Bundle, x: Tensor, g: Tensor | None) -> Tensor | None:
-    """The gradient of what is minimized, as precise as d; None stands for zero."""
-    if g is not None:
-        g = (-g if bundle.sign < 0 else g).to(bundle.dtype)
+class Scratch:
+    """Room for the temporaries of a pass, taken once and used for every chunk.
+
+    Fresh memory for each would cost more than the arithmetic on it. And on the CPU, where small
+    results come to lie between large temporaries, it would leave holes that are not given back.
+    """
+
+    def __init__(self) -> None:
+        self._rooms: dict[str, Tensor] = {}
+
+    def like(self, t: Tensor, dtype: torch.dtype, name: str) -> Tensor:
+        """Room that is laid out as t, what was in it lost; one for each name."""
+        room = self._rooms.get(name)
+        if room is None or room.numel() < t.numel():
+            self._rooms[name] = room = torch.empty(t.numel(), dtype=dtype, device=t.device)
+        flat = room[: t.numel()]
+        return flat.as_strided(t.shape, t.stride()) if flat_views(t) else flat.view(t.shape)
+
+
+def gradient(
+    bundle: Bundle, x: Tensor, g: Tensor | None, scratch: Scratch | None = None
+) -> Tensor | None:
+    """The gradient of what is minimized, as precise as d; None stands for zero.
+
+    Args:
+        bundle: Says what is minimized.
+        x: The parameters.
+        g: Their gradient.
+        scratch: Where the result lies, until the next one, if it is not g itself.
+    """
+    dtype, sign, l2 = bundle.dtype, bundle.sign, bundle.l2
+    if (g is None and not l2) or (g is not None and not l2 and sign > 0 and g.dtype == dtype):
+        return g
+    out = (scratch or Scratch()).like(x, dtype, "gradient")
     # Beyond the paper: L2 regularisation is part of the objective, and so of its gradient.
-    if bundle.l2:
-        g = x.to(bundle.dtype) * bundle.l2 if g is None else torch.add(g, x, alpha=bundle.l2)
-    return g
+    if g is None:
+        return torch.mul(x, l2, out=out) if x.dtype == dtype else out.copy_(x).mul_(l2)
+    if l2 and sign > 0 and g.dtype == x.dtype == dtype:
+        return torch.add(g, x, alpha=l2, out=out)
+    torch.neg(g, out=out) if sign < 0 and g.dtype == dtype else out.copy_(g).mul_(sign)
+    return out.add_(x, alpha=l2) if l2 else out
 
 
 class SquareNorms:
@@ -142,12 +175,12 @@ class SquareNorms:
 
     def add(self, row: int, chunk: Tensor) -> Tensor:
         """Add the squared norm of a chunk to a row of `out`; returns it too."""
-        flat = chunk.reshape(-1)
+        flat = (flat_views(chunk) or (chunk.reshape(-1),))[0]
         if flat.dtype == self._wide:
             square = torch.dot(flat, flat)
         elif flat.numel() <= CHUNK:
             square = self._square(flat)
-        else:  # lists of `Foreach` have longer ones
+        else:  # rows of a tensor that has no flat view can be longer
             square = torch.stack([self._square(piece) for piece in torch.split(flat, CHUNK)]).sum()
         self._rows[row].add_(square)
         return square
@@ -226,24 +259,28 @@ class Plain:
             out[0] += (item.g * 0).sum()  # 0, or nan: unlike the sum itself it cannot overflow
 
     def move(self, bundle: Bundle, alpha: Tensor) -> None:
-        decoupled = bundle.decoupled
+        decoupled, scratch = bundle.decoupled, Scratch()
         for x, g_raw, d in chunks(bundle):
-            g_tilde = gradient(bundle, x, g_raw)  # before x moves
+            g_tilde = gradient(bundle, x, g_raw, scratch)  # before x moves
+            step = d
+            if decoupled or x.dtype != d.dtype:
+                step = scratch.like(d, d.dtype, "step")
             # Beyond the paper: weight decay beside the objective, if asked for.
-            step = torch.add(d, x, alpha=decoupled) if decoupled else d
-            if x.dtype == step.dtype:
+            if decoupled:
+                torch.add(d, x, alpha=decoupled, out=step)
+            if x.dtype == d.dtype:
                 x.addcmul_(step, alpha, value=-1)  # Alg. 1, line 4
-            else:
-                x.sub_(step * alpha)  # Alg. 1, line 4, half-precision x
+            else:  # as precise as d, and rounded once
+                x.sub_(torch.mul(step if decoupled else d, alpha, out=step))  # Alg. 1, line 4
             if g_tilde is not None:
                 d.sub_(g_tilde)  # Alg. 1, line 6: the bracket
 
     def estimate(
         self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        squares = SquareNorms(bundle, out)
+        squares, scratch = SquareNorms(bundle, out), Scratch()
         for x, g_raw, d in chunks(bundle):
-            g = gradient(bundle, x, g_raw)
+            g = gradient(bundle, x, g_raw, scratch)
             if g is None:
                 d.zero_() if first else d.mul_(keep)  # Alg. 1, line 6, with g_{t+1} = 0
             else:
@@ -257,7 +294,7 @@ class Plain:
 
 
 class Foreach:
-    """torch's multi-tensor operations, on lists that stay below the largest tensor."""
+    """torch's multi-tensor operations, on lists of bounded size."""
 
     def probe(self, bundle: Bundle, out: Tensor) -> None:
         gs = [item.g for item in bundle.items if item.g is not None and item.g.numel() > 0]
@@ -278,6 +315,8 @@ class Foreach:
     def estimate(
         self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
     ) -> None:
+        squares = SquareNorms(bundle, out) if bundle.device.type == "cpu" else None
+        norms: tuple[list[Tensor], list[Tensor]] = ([], [])  # added up at the end: few launches
         for xs, gs_raw, ds in self._lists(bundle):
             gs = self._gradients(bundle, xs, gs_raw)
             if first:
@@ -286,12 +325,24 @@ class Foreach:
                 torch._foreach_mul_(ds, keep)
                 if gs:  # Alg. 1, line 6
                     torch._foreach_add_(ds, [finite_part(g) for g in gs] if guard else gs)
-            self._add_square_norms(bundle, gs, out, 0)
-            self._add_square_norms(bundle, ds, out, 1)
+            for row, tensors in enumerate((gs, ds)):
+                if squares is not None:
+                    for t in tensors:
+                        squares.add(row, t)
+                elif tensors:
+                    norms[row].extend(torch._foreach_norm(tensors, 2, dtype=out.dtype))
+        for total, parts in zip(out.unbind(), norms):
+            if parts:
+                total.add_(torch.stack(parts).square_().sum())
 
     @staticmethod
     def _lists(bundle: Bundle) -> Iterator[tuple[list[Tensor], list[Tensor], list[Tensor]]]:
-        limit = max(CHUNK, max(item.x.numel() for item in bundle.items) // 4)
+        # A list's length is that of the temporaries. On a device long lists are few launches; on
+        # the CPU every call is a loop over the tensors anyway.
+        sizes = [item.x.numel() for item in bundle.items]
+        limit = max(CHUNK, max(sizes) // 4, sum(sizes) // 8)
+        if bundle.device.type == "cpu":
+            limit = CHUNK // 4
         xs: list[Tensor] = []
         gs: list[Tensor] = []
         ds: list[Tensor] = []
@@ -318,16 +369,6 @@ class Foreach:
         if l2 and not gs:
             return list(torch._foreach_mul([x.to(bundle.dtype) for x in xs], l2))
         return list(torch._foreach_add(gs, xs, alpha=l2)) if l2 else gs
-
-    @staticmethod
-    def _add_square_norms(bundle: Bundle, tensors: list[Tensor], out: Tensor, row: int) -> None:
-        if tensors and bundle.device.type == "cpu":
-            squares = SquareNorms(bundle, out)
-            for t in tensors:
-                squares.add(row, t)
-        elif tensors:
-            norms = torch._foreach_norm(tensors, 2, dtype=out.dtype)
-            out[row] += torch.stack(norms).square().sum()
 
 
 # -- native passes -------------------------------------------------------------------------------

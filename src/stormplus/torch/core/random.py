@@ -2,10 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import threading
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+
+PATIENCE = 60.0  # seconds, before `pair_lock` says what it waits for
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def pair_lock() -> Iterator[None]:
+    """What a pair is evaluated under, from its first random number to its last.
+
+    torch's random streams belong to the process, and a pair plays a piece of them twice. So pairs
+    in two threads take turns, and a thread that draws beside them does so under this lock:
+
+        with stormplus.pair_lock():
+            noise = torch.randn(8)
+
+    or from a `torch.Generator` of its own, without it. A closure must not wait for a thread that
+    waits for the lock. Who holds it may take it again.
+    """
+    if not _LOCK.acquire(timeout=PATIENCE):
+        warnings.warn(
+            f"another thread has been inside a pair for {PATIENCE:g} seconds, and this one waits "
+            "for it. If that one waits for this one, draw from a torch.Generator of your own, or "
+            "construct optimizers whose closures draw nothing with replay_rng=False",
+            RuntimeWarning,
+            stacklevel=3,
+        )
+        _LOCK.acquire()
+    try:
+        yield
+    finally:
+        _LOCK.release()
 
 
 class RandomStreams:

@@ -66,7 +66,8 @@ class Buffer:
 
     def dtype_for(self, p: Tensor) -> torch.dtype:
         """Of this buffer of p."""
-        return self.dtype or (wide_dtype(p.dtype) if self.wide else p.dtype)
+        dtype = self.dtype or (wide_dtype(p.dtype) if self.wide else p.dtype)
+        return dtype.to_real() if self.sampled and dtype.is_complex else dtype
 
     def shape_for(self, p: Tensor) -> tuple[int, ...]:
         """Of this buffer of p."""
@@ -86,8 +87,7 @@ class Buffer:
             if buffer.device != p.device or buffer.dtype != dtype:
                 state[name] = buffer.to(p.device, dtype)
         elif self.sampled:
-            real = dtype.to_real() if dtype.is_complex else dtype
-            state[name] = torch.zeros(self.shape_for(p), dtype=real, device=p.device)
+            state[name] = torch.zeros(self.shape_for(p), dtype=dtype, device=p.device)
         else:
             state[name] = torch.zeros_like(p, dtype=dtype, requires_grad=False)
 

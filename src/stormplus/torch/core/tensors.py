@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain
 from operator import attrgetter, is_
@@ -287,3 +288,34 @@ class FreshGradients:
                 "gradients are written behind autograd's back (CUDA graphs), use move() and "
                 "estimate(); inside a trainer, stormplus.integrations"
             )
+
+
+def evaluate_and_look(evaluate: Callable[[], Any], params: Iterable[Tensor]) -> None:
+    """Evaluate again; warn if the gradients were added to those of the evaluation before.
+
+    One small parameter tells, by what autograd hands to it: several backward passes in a closure
+    that zeroes first are no mistake.
+    """
+    known = [p for p in params if p.grad is not None and p.grad.numel() and type(p) in _PLAIN]
+    p = min(known, key=Tensor.numel, default=None)
+    if p is None or p.grad is None or p.is_meta:
+        evaluate()
+        return
+    before, value = p.grad, p.grad.detach().clone()
+    parts: list[Tensor] = []
+    hook = p.register_hook(lambda g: parts.append(g.detach().clone()))
+    try:
+        evaluate()
+    finally:
+        hook.remove()
+    if p.grad is not before or not parts:  # a new tensor, or not written by autograd
+        return
+    own = torch.stack(parts).sum(0)
+    if torch.allclose(before, value + own) and not torch.allclose(before, own):
+        warnings.warn(
+            "the closure does not zero the gradients: those of the second evaluation were added "
+            "to those of the first, and every step will be wrong. Call opt.zero_grad() in it, "
+            "before the backward pass",
+            RuntimeWarning,
+            stacklevel=2,
+        )

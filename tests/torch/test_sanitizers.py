@@ -1,0 +1,77 @@
+"""test_native.py once more, under the sanitizers of addresses and of undefined behaviour."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from stormplus.torch.core import kernels
+
+pytestmark = pytest.mark.long
+
+ROOT = Path(__file__).parents[2]
+SOURCE = Path(kernels.__file__).with_name("native.c")
+FLAGS = ["-g", "-O1", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fopenmp"]
+SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
+
+# The tests take the library that they are given.
+CODE = """
+import ctypes, sys
+import pytest
+from stormplus.torch.core import kernels
+
+kernels.NATIVE = kernels.Native(ctypes.CDLL(sys.argv[1]))
+# Without capture, or what a sanitizer says before it ends the process would be lost.
+sys.exit(pytest.main(["-s", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
+"""
+
+
+def run_tests(source, folder, *arguments):
+    """Compile with the sanitizers and run test_native.py in a process that has them."""
+    compiler = shutil.which("gcc") or pytest.skip("gcc's sanitizers are used")
+    found = [
+        subprocess.run(
+            [compiler, f"-print-file-name={name}"], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        for name in ("libasan.so", "libubsan.so")
+    ]
+    if not all(map(os.path.isabs, found)):
+        pytest.skip("gcc has no sanitizers here")
+    library = folder / "sanitized.so"
+    subprocess.run([compiler, *FLAGS, *SANITIZERS, "-o", library, source], check=True)
+    return subprocess.run(
+        [sys.executable, "-c", CODE, library, ROOT / "tests/torch/test_native.py", *arguments],
+        cwd=ROOT,
+        # Python's own memory at exit is none of ours.
+        env=os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=600,
+    )
+
+
+def test_they_find_nothing(tmp_path):
+    done = run_tests(SOURCE, tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " passed" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("right", "wrong", "found"),
+    [
+        ("i < n; i++", "i <= n; i++", "AddressSanitizer: heap-buffer-overflow"),
+        ("/ CHUNK; ", "/ CHUNK + (INT64_MAX - 1); ", "runtime error: signed integer overflow"),
+    ],
+    ids=["address", "undefined"],
+)
+def test_they_would_find_a_mistake(tmp_path, right, wrong, found):
+    source, broken = SOURCE.read_text(), tmp_path / "broken.c"
+    assert right in source
+    broken.write_text(source.replace(right, wrong))
+    done = run_tests(broken, tmp_path, "-k", "each_pass_equals and float32", "-x")
+    assert done.returncode != 0
+    assert found in done.stdout + done.stderr
