@@ -8,6 +8,7 @@ import torch
 from bench_rows import frame_of, make_row
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
+from stormplus_bench.methods import METHODS, TIERS
 from stormplus_bench.plan import FOLDER, read_suite
 from stormplus_bench.train import catalogue, long
 from stormplus_bench.train.training import Training
@@ -48,6 +49,7 @@ def test_the_held_out_workloads_have_the_methods_of_the_others_and_are_not_among
     assert not names[0] & names[1]
     assert names[0] | names[1] == set(long.LONG)
     path = FOLDER / "configs" / "long.yml"
+    assert {solver.method for solver in methods()} <= set(METHODS)
     comment = next(line for line in path.read_text().splitlines() if "HELD OUT" in line)
     assert all(name in comment for name in HELD_OUT)
 
@@ -58,6 +60,7 @@ def test_every_method_trains_what_is_to_be_trained_and_nothing_else():
     workload = long.lora()
     workload.budget = 4
     assert len(methods()) == 17
+    assert {long.vit().name, long.lora().name, long.finetune().name} <= set(TIERS["long"])
     for solver in methods():
         lr = solver.default_lr if solver.lr is None else solver.lr
         run = Training(workload, lambda t, s=solver, lr=lr: s.stepper(t, lr), 0)
