@@ -46,6 +46,15 @@ def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> N
     for what, reason in plan.skipped.items():
         console.print(f"skipped {what}: {reason}", highlight=False, markup=False, soft_wrap=True)
     left = plan.left(rows.keys(journal))
+    for workload in dict.fromkeys(run.workload for run in left):
+        runs = [run for run in left if run.workload == workload]
+        console.print(
+            f"{workload}: {len(runs)} runs of {runs[0].budget:,d} gradients of "
+            f"{1e3 * plan.seconds[workload]:.3g} ms, {plan.projected(runs, 1) / 60:.1f} minutes",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     minutes = plan.projected(left, jobs or 1) / 60
     console.print(
         f"{len(plan.runs)} runs, {len(plan.runs) - len(left)} of them already in {journal}; "

@@ -30,6 +30,7 @@ COMMANDS = {
     "paper": "The paper's experiment, at your scale.",
     "rates": "The paper's rates, measured.",
     "report": "One page with every figure and score.",
+    "robust": "Models that have broken an optimizer.",
 }
 INSTALL = "pip install stormplus-bench (from a clone: pip install ./benchmark)"
 

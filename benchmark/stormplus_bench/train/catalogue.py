@@ -141,7 +141,7 @@ def digits(model: str) -> Network:
 
 
 def mnist(model: str) -> Network:
-    train, valid = _images("mnist")
+    train, valid = pictures("mnist")
     if model == "cnn":
         return Network(
             "cnn-mnist",
@@ -168,7 +168,7 @@ def mnist(model: str) -> Network:
 
 
 def cifar10(model: str) -> Network:
-    train, valid = _images("cifar10")
+    train, valid = pictures("cifar10")
     make: Callable[[], nn.Module]
     make, budget = {
         "bncnn": (networks.batchnorm_cnn, 800),
@@ -181,7 +181,7 @@ def cifar10(model: str) -> Network:
         valid,
         budget=budget,
         batch_size=32,
-        prepare=_standard,
+        prepare=standard,
     )
     workload.measured = 1000 if model == "bncnn" else 500  # a forward pass of the other is dear
     return workload
@@ -192,7 +192,7 @@ def course(images: int, epochs: int) -> Network:
 
     The budget counts samples, so that every method sees so many epochs.
     """
-    (inputs, targets), valid = _images("cifar10")
+    (inputs, targets), valid = pictures("cifar10")
     chosen = balanced(targets, images)
     workload = Network(
         f"resnet34-cifar10 ({images} images, {epochs} epochs)",
@@ -201,7 +201,7 @@ def course(images: int, epochs: int) -> Network:
         valid,
         budget=epochs * images // PAPER_BATCH,
         batch_size=PAPER_BATCH,
-        prepare=_standard,
+        prepare=standard,
     )
     workload.counts = "samples"
     if images >= 1000:  # else it is run to see that it runs
@@ -221,7 +221,7 @@ def balanced(targets: Tensor, count: int) -> Tensor:
 
 def paper(images: int, budget: int) -> Network:
     """The paper's experiment: ResNet34 on CIFAR-10, batches of 100, no augmentation."""
-    (inputs, targets), valid = _images("cifar10")
+    (inputs, targets), valid = pictures("cifar10")
     workload = Network(
         f"resnet34-cifar10 ({images} images, {budget} evaluations)",
         networks.resnet34,
@@ -229,7 +229,7 @@ def paper(images: int, budget: int) -> Network:
         valid,
         budget=budget,
         batch_size=PAPER_BATCH,
-        prepare=_standard,
+        prepare=standard,
     )
     if images < len(inputs):  # a sweep: the end is what ranks
         workload.measured, workload.fractions = min(1000, images), (0, 1)
@@ -281,7 +281,7 @@ class Characters(Network):
 
 
 @lru_cache
-def _images(name: str) -> tuple[Split, Split]:
+def pictures(name: str) -> tuple[Split, Split]:
     found = data.load(name)
     assert isinstance(found, data.Images)
     train = torch.from_numpy(found.train_x), torch.from_numpy(found.train_y)
@@ -292,7 +292,7 @@ def _unit(x: Tensor) -> Tensor:
     return x.float() / 255
 
 
-def _standard(x: Tensor) -> Tensor:
+def standard(x: Tensor) -> Tensor:
     mean, std = torch.tensor(CIFAR_MEAN)[:, None, None], torch.tensor(CIFAR_STD)[:, None, None]
     return (x.float() / 255 - mean) / std
 

@@ -78,6 +78,11 @@ class Training:
         """What a step may spend of the budget."""
         return 1 if self.workload.counts == "samples" else self.stepper.price
 
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained: not every optimizer takes parameters that have no gradient."""
+        return [p for p in self.model.parameters() if p.requires_grad]
+
     def draw(self) -> Any:
         self.samples += 1
         return next(self._stream)

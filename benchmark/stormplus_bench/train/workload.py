@@ -144,6 +144,7 @@ class Network(Workload):
         criterion: Loss of predictions and targets.
         classes: Whether targets are classes, so that an accuracy makes sense.
         full_grad: Whether a gradient over the measured examples is affordable.
+        augment: Changes stored training examples at random, with a generator.
     """
 
     measured = 2000
@@ -161,10 +162,11 @@ class Network(Workload):
         criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
         classes: bool = True,
         full_grad: bool = False,
+        augment: Callable[[Tensor, torch.Generator], Tensor] = lambda x, _: x,
     ) -> None:
         self.name, self.budget, self.batch_size = name, budget, batch_size
         self.make, self.train, self.valid = make, train, valid
-        self.prepare, self.criterion = prepare, criterion
+        self.prepare, self.criterion, self.augment = prepare, criterion, augment
         self.classes, self.full_grad = classes, full_grad
         self.batches = math.ceil(len(train[0]) / batch_size)
         self.measured = min(self.measured, len(train[0]))
@@ -186,7 +188,8 @@ class Network(Workload):
             order = torch.randperm(len(inputs), generator=generator)
             for chosen in order.split(self.batch_size):
                 if len(chosen) == min(self.batch_size, len(inputs)):
-                    yield self.prepare(inputs[chosen]), targets[chosen]
+                    changed = self.augment(inputs[chosen], generator)
+                    yield self.prepare(changed), targets[chosen]
 
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
         inputs, targets = (part.to(self.device) for part in sample)
