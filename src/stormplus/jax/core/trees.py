@@ -140,12 +140,12 @@ class Layout:
             buckets[bucket].append(leaf)
         return buckets
 
-    def estimator(self, tree: PyTree) -> list[jax.Array]:
-        """The leaves of the state's buffer, checked against the parameters."""
+    def buffer(self, tree: PyTree) -> list[jax.Array]:
+        """The leaves of a buffer of the state, checked against the parameters."""
         leaves: list[jax.Array] = jax.tree.leaves(tree)
         if [leaf.shape for leaf in leaves] != [x.shape for x in self.x]:
             raise ValueError(
-                f"the state is of other parameters: its estimator is {_shapes(leaves)}, the "
+                f"the state is of other parameters: its buffer is {_shapes(leaves)}, the "
                 f"parameters are {_shapes(self.x)}; make one with tx.init(params)"
             )
         return leaves
