@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -82,7 +82,7 @@ class same_sample:
 
         return evaluate
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> same_sample:
         if self._hook is not None:
             raise RuntimeError("this same_sample is entered already: make one for each sample")
         self._entry = self._streams = self._opt.random_streams()

@@ -162,11 +162,12 @@ class Roster:
                 )
             buffers = tuple([_local(state[name]) for name in self._buffers])
             x = _local(p)
-            key = (member.place, member.bucket, member.process_groups, joining, g is None, x.device)
-            if (*key, x.dtype) not in found:
+            where = (member.place, member.bucket, member.process_groups, x.device, x.dtype)
+            key = (*where, joining, g is None)
+            if key not in found:
                 group = member.group
                 decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
-                found[*key, x.dtype] = Bundle(
+                found[key] = Bundle(
                     group=group,
                     bucket=member.bucket,
                     process_groups=member.process_groups,
@@ -181,7 +182,7 @@ class Roster:
                 )
             if g is not None:
                 g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
-            found[*key, x.dtype].items.append(Item(x, g, buffers, state))
+            found[key].items.append(Item(x, g, buffers, state))
         return list(found.values())
 
 
