@@ -5,11 +5,12 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DEPRECATIONS = (
+THEIRS = (
     ":DeprecationWarning",
     ":PendingDeprecationWarning",
     ":FutureWarning",
     ".*deprecated:UserWarning",  # some of torch's
+    "Guards may run slower on Python:RuntimeWarning",  # torch.compile's, of Python 3.13.0
 )
 
 
@@ -31,6 +32,6 @@ def pytest_configure(config):
     # An older or newer library deprecates things, in its own code or where a test calls it. What
     # the package itself calls or says stays an error. The later filter wins.
     if any(differs(name, pinned) for name, pinned in pins().items()):
-        for warning in DEPRECATIONS:
+        for warning in THEIRS:
             config.addinivalue_line("filterwarnings", f"ignore:{warning}")
             config.addinivalue_line("filterwarnings", f"error:{warning}:stormplus")
