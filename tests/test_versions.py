@@ -11,6 +11,8 @@ from stormplus import StormPlus, versions
 
 @pytest.fixture(params=[(2, 4), (2, 5), (2, 6)], ids=["2.4", "2.5", "2.6"])
 def release(request, monkeypatch):
+    if versions.release("torch") < request.param:
+        pytest.skip("an older torch cannot do as a newer one")
     monkeypatch.setattr(versions, "release", lambda name: request.param)
     return request.param
 
