@@ -10,6 +10,7 @@ THEIRS = (
     ":PendingDeprecationWarning",
     ":FutureWarning",
     ".*deprecated:UserWarning",  # some of torch's
+    "Skipping serialization of:UserWarning",  # torch.compile's, in 2.6
     "Guards may run slower on Python:RuntimeWarning",  # torch.compile's, of Python 3.13.0
 )
 

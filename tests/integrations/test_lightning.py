@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import Precision
-from lightning_cases import SAFELY, Manual, Module, Recorder, half_plugin, loader, run, trainer
+from lightning_cases import Manual, Module, Recorder, half_plugin, loader, run, trainer
 from torch.utils.data import DataLoader, TensorDataset
 from trainer_cases import (
     BATCHES,
@@ -271,7 +271,7 @@ def unseeded(folder, make_loader, every, step=None, accumulate=1, generators=())
         StormPlusCallback(), saver, recorder, epochs=EPOCHS, enable_checkpointing=True,
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    fit.fit(module, make_loader(), ckpt_path=path, **SAFELY)
+    fit.fit(module, make_loader(), ckpt_path=path, weights_only=True)
     assert fit.global_step == EPOCHS * BATCHES // accumulate
     return recorder.run
 

@@ -12,10 +12,6 @@ from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, network, sn
 from stormplus import StormPlus
 from stormplus.integrations.lightning import StormPlusCallback
 from stormplus.torch import PairedOptimizer
-from stormplus.versions import release
-
-# Lightning reads its own checkpoints as torch does by default; until 2.6 it could not be told to.
-SAFELY = {"weights_only": True} if release("lightning") >= (2, 6) else {}
 
 
 class Module(LightningModule):
@@ -140,7 +136,7 @@ def fit(
     )  # fmt: skip
     module = Module(dtype, kind, schedule, lr=lr)
     setup(module.net)
-    made.fit(module, loader(dtype=dtype), ckpt_path=resume, **SAFELY)
+    made.fit(module, loader(dtype=dtype), ckpt_path=resume, weights_only=True)
     recorder.run.trainer, recorder.run.scaler = made, plugin and plugin.scaler
     return recorder.run
 
