@@ -40,7 +40,7 @@ def test_nothing_that_was_run_failed():
     for row in ROWS.values():
         for part in row.values():
             assert part["failed"] == 0
-            assert part["passed"] > 100
+            assert part["passed"] > 50
 
 
 @pytest.mark.parametrize("extra", FLOORS, ids=lambda extra: extra or "core")
