@@ -14,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from stormplus.install import how_to
 from stormplus.torch import PairedOptimizer, same_sample, scaled_step
 
 try:
@@ -22,7 +23,7 @@ try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this integration needs accelerate: pip install 'stormplus[accelerate]'"
+        f"this integration needs accelerate: {how_to('accelerate')}"
     ) from error
 
 VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -18,6 +18,7 @@ from typing import Any
 
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from stormplus.install import how_to
 from stormplus.torch import (
     BaseOptimizer,
     PairedOptimizer,
@@ -49,9 +50,7 @@ def register_timm() -> None:
     try:
         from timm.optim._optim_factory import OptimInfo, default_registry
     except ModuleNotFoundError as error:  # of timm, or of torchvision, which its models import
-        raise ModuleNotFoundError(
-            f"timm cannot be imported ({error}): pip install 'stormplus[timm]'"
-        ) from error
+        raise ModuleNotFoundError(f"timm cannot be imported ({error}): {how_to('timm')}") from error
 
     known = default_registry.list_optimizers()
     for name, (kind, description) in OPTIMIZERS.items():
@@ -68,7 +67,7 @@ def register_pytorch_optimizer() -> None:
         from pytorch_optimizer.optimizer import OPTIMIZERS as registry
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "this function needs pytorch_optimizer: pip install 'stormplus[pytorch-optimizer]'"
+            f"this function needs pytorch_optimizer: {how_to('pytorch-optimizer')}"
         ) from error
 
     for name, (kind, _) in OPTIMIZERS.items():

@@ -12,6 +12,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
 from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, same_sample
 
@@ -20,9 +21,7 @@ try:
     from fastai.callback.fp16 import AMPMode, MixedPrecision
     from fastai.optimizer import OptimWrapper
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "this integration needs fastai: pip install 'stormplus[fastai]'"
-    ) from error
+    raise ModuleNotFoundError(f"this integration needs fastai: {how_to('fastai')}") from error
 
 # fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _REFUSED = {
