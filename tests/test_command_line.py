@@ -48,7 +48,7 @@ def test_the_list_names_every_command_and_imports_none():
 
 def test_without_the_benchmark_its_commands_say_what_to_install(added):
     text = " ".join(call("--help").output.split())
-    assert "Not installed: bench-step, compare, data, paper, report. pip install stormplus-" in text
+    assert "Not installed: bench-step, compare, data, paper, report, robust. pip install" in text
     done = call("compare")
     assert done.exit_code == 1
     assert "pip install stormplus-bench (from a clone: pip install ./benchmark)" in done.output

@@ -131,11 +131,86 @@ def test_describe_names_the_class_and_its_fields():
             rules.describe(nameless)
 
 
-def test_untuned_formulas_by_hand():
-    # A hundredth of the RMS of x_1, which is taken as 1 if it is 0.
-    assert [rules.first_distance(start) for start in (0.0, 2.0)] == [0.01, 0.02]
-    assert rules.untuned_step_size(3.0, 4.0) == 1.5  # 3 / sqrt(4)
-    # max(last, 1/t): plain means at first, then means that forget.
-    assert [rules.untuned_gain(t) for t in (1, 4, 10, 50)] == pytest.approx([1, 0.25, 0.1, 0.1])
-    assert [rules.unit_weight(t) for t in (1, 100, 500)] == pytest.approx([1, 0.01, 0.01])
-    assert [rules.average_weight(t) for t in (1, 10)] == [1, 0.5]  # 9 / (t + 8)
+def test_untuned_scales_by_hand():
+    assert [rules.natural_scale(inputs) for inputs in (0, 1, 4, 25)] == [1, 1, 1 / 2, 1 / 5]
+    # the larger of the two, elementwise too
+    assert rules.distance_ceiling(3.0, 0.5) == 3
+    assert rules.distance_ceiling(0.0, 0.5) == 0.5
+    assert rules.distance_ceiling(np.array([1e-20, 1e20]), 0.5).tolist() == [0.5, 1e20]
+    assert rules.first_distance(3.0) == pytest.approx(0.05, rel=1e-15)  # a sixtieth of it
+    # the largest so far, never above the ceiling
+    assert rules.next_distance(0.1, 0.05, 2.0) == 0.1
+    assert rules.next_distance(0.1, 0.7, 2.0) == 0.7
+    assert rules.next_distance(0.1, 9.0, 2.0) == 2
+    assert rules.next_distance(2.0, 2.0, 2.0) == 2
+
+
+def test_untuned_steps_by_hand():
+    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a sixtieth of 12 is 0.2
+    assert rules.untuned_step_size(3.0, 8.0, 100.0) == pytest.approx(1, rel=1e-15)
+    assert rules.untuned_step_size(0.01, 0.0, 1.0) == 0.01
+    assert rules.untuned_step_size(3.0, 8.0, 12.0) == pytest.approx(0.2, rel=1e-15)
+    assert [rules.counted_step(square) for square in (0.0, 0.25, 1.0, 7.0)] == [0, 0.25, 1, 1]
+    assert [rules.unit_weight(t) for t in (1, 4, 28)] == [1, 0.5, 0.1]  # 3 / (t + 2)
+    assert [rules.average_weight(t) for t in (1, 10, 82)] == [1, 0.5, 0.1]  # 9 / (t + 8)
+    # 0.1 * 0.02 at the natural scale; a tensor four times that has four times the step, and the
+    # same decay; and never more than all of it
+    assert rules.decay_factor(0.1, 0.02, 0.5, 0.5) == pytest.approx(0.002, rel=1e-15)
+    assert rules.decay_factor(0.1, 0.08, 0.5, 2.0) == pytest.approx(0.002, rel=1e-15)
+    assert rules.decay_factor(1e9, 0.02, 0.5, 0.5) == 1
+    assert rules.decay_factor(0.0, 0.02, 0.5, 0.5) == 0
+
+
+def test_the_unit_holds_a_coordinate_within_a_root_of_the_steps():
+    # One gradient after t - 1 of zero: s^2 = 3 / (t + 2) g^2, so (g / s)^2 = (t + 2) / 3.
+    for t in (1, 10, 1000):
+        assert 1 / rules.unit_weight(t) == pytest.approx((t + 2) / 3, rel=1e-15)
+
+
+def test_the_average_weighs_the_iterates_as_t_to_the_eighth():
+    # The t-th has c_t times all (1 - c_k) after it. By hand, of 3 iterates: c = 1, 0.9, 9/11, so
+    # the weights are 0.1 * 2/11, 0.9 * 2/11, 9/11 = 1/55, 9/55, 45/55.
+    weights = np.zeros(3)
+    for t in (1, 2, 3):
+        c = rules.average_weight(t)
+        weights *= 1 - c
+        weights[t - 1] = c
+    assert weights == pytest.approx([1 / 55, 9 / 55, 45 / 55], rel=1e-12)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(0, 10**8))
+def test_the_sample_has_no_factor_in_common_with_the_size_and_is_small(size):
+    stride = rules.sample_stride(size)
+    assert 1 <= stride <= max(1, size // 4096)
+    assert math.gcd(stride, size) == 1 or size == 0
+    # The worst is 60060 = 2 * 2 * 3 * 5 * 7 * 11 * 13: no number from 14 down to 2 will do.
+    assert min(size, 4096) <= -(-size // stride) <= 60060
+
+
+def test_the_sample_by_hand():
+    assert rules.sample_stride(60060) == 1
+    assert rules.sample_stride(0) == rules.sample_stride(8191) == 1
+    assert rules.sample_stride(2**20) == 255  # 256 divides it, as 2 does; 255 does not
+    assert rules.sample_stride(4096 * 25) == 23  # 25 and 24 have factors in common with it
+
+
+def test_untuned_formulas_are_the_same_in_every_framework():
+    torch = pytest.importorskip("torch")
+    a, b, c = np.array([0.02, 3.0, 0.0]), np.array([5.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])
+    natural = 0.5
+    for formula, arguments in (
+        (rules.distance_ceiling, (a, b)),
+        (rules.next_distance, (a, b, c)),
+        (rules.untuned_step_size, (a, b, c)),
+        (rules.counted_step, (a,)),
+        (rules.decay_factor, (a, b, natural, c)),
+    ):
+        expected = [
+            formula(*(v if isinstance(v, float) else float(v[i]) for v in arguments))
+            for i in range(3)
+        ]
+        ours = formula(*arguments)
+        tensors = (v if isinstance(v, float) else torch.from_numpy(v) for v in arguments)
+        np.testing.assert_allclose(ours, expected, rtol=1e-15)
+        np.testing.assert_allclose(formula(*tensors).numpy(), expected, rtol=1e-15)

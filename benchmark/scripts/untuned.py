@@ -25,9 +25,9 @@ TEN = OPEN + HELD_OUT
 OURS = "Untuned"
 PEERS = ["Prodigy", "DoG", "D-Adaptation", "Mechanic", "Schedule-Free"]
 SHOWN = [OURS, *PEERS, "Adam", "STORM+", "simplified STORM+", "STORM+ mean"]
-VARIANT = "units: "
+VARIANT = "Untuned: "
 FOLDER = Path("docs")
-PARTS = ("smooth", "networks", "units", "untuned")
+PARTS = ("smooth", "networks", "untuned")
 
 
 def main() -> None:

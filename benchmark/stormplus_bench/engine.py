@@ -27,6 +27,8 @@ from stormplus.interrupts import Unfinished, interruptible
 from stormplus.progress import Pulse
 from stormplus_bench import rows
 from stormplus_bench.plan import FOLDER, KEYS, Plan, Run
+from stormplus_bench.rows import Key
+from stormplus_bench.train.training import part_file, share_file
 
 POLL = 0.5  # seconds
 PATIENCE = 15.0  # seconds for benchopt to stop by itself
@@ -44,6 +46,15 @@ def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> N
     for what, reason in plan.skipped.items():
         console.print(f"skipped {what}: {reason}", highlight=False, markup=False, soft_wrap=True)
     left = plan.left(rows.keys(journal))
+    for workload in dict.fromkeys(run.workload for run in left):
+        runs = [run for run in left if run.workload == workload]
+        console.print(
+            f"{workload}: {len(runs)} runs of {runs[0].budget:,d} gradients of "
+            f"{1e3 * plan.seconds[workload]:.3g} ms, {plan.projected(runs, 1) / 60:.1f} minutes",
+            highlight=False,
+            markup=False,
+            soft_wrap=True,
+        )
     minutes = plan.projected(left, jobs or 1) / 60
     console.print(
         f"{len(plan.runs)} runs, {len(plan.runs) - len(left)} of them already in {journal}; "
@@ -90,10 +101,12 @@ def execute(
             command = _command(jobs, parallel_config)
             workers = 1 if parallel_config else jobs  # as far as it is known
             environment = _environment(journal, threads)
+            before = _shares(left, journal)
             _round(plan, left, journal, console, command, environment, lock, workers)
             missing = plan.left(rows.keys(journal))
             # A worker that dies takes benchopt down with it: go on as long as rows are added.
-            if len(missing) == len(left):
+            # One that keeps its state goes on where it was, so a share more is progress too.
+            if len(missing) == len(left) and _shares(missing, journal) == before:
                 run = missing[0]
                 raise RunsFailed(
                     f"{len(missing)} of {len(first)} runs gave no row, the first is {run.method} "
@@ -191,20 +204,25 @@ def _watch(  # noqa: PLR0917
     )
     total, finished = sum(wanted.values()), 0.0
     start = changed = time.monotonic()
-    pulse, done = Pulse(console), set[rows.Key]()
+    pulse, done = Pulse(console), set[Key]()
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total, done=0, total_runs=len(left), left="")
-        size = -1
+        size, parts = -2, _shares(left, journal)  # no file's: the first look is news
+        already = sum(wanted[k] * share for k, share in parts.items())
         while True:
             ended = child.poll() is not None
             now = journal.stat().st_size if journal.exists() else -1
-            if now != size:
-                size = now
+            shares = _shares(left, journal)
+            if now != size or shares != parts:
+                size, parts = now, shares
                 done = rows.keys(journal) & wanted.keys()
-                finished, changed = sum(wanted[k] for k in done), time.monotonic()
+                shares = dict.fromkeys(done, 1.0) | {k: shares[k] for k in shares.keys() - done}
+                finished = sum(wanted[k] * share for k, share in shares.items())
+                changed = time.monotonic()
                 progress.update(task, completed=finished, done=len(done))
-            # The projection, until a run has ended and tells the real pace.
-            pace = finished / (changed - start) if finished else workers
+            # The projection, until there is a real pace.
+            spent = finished - already
+            pace = spent / (changed - start) if spent > 0 else workers
             seconds = (total - finished) / pace - (time.monotonic() - changed)
             still = timedelta(seconds=max(0, round(seconds)))
             progress.update(task, left=still)
@@ -212,6 +230,15 @@ def _watch(  # noqa: PLR0917
             if ended:
                 return
             time.sleep(POLL)
+
+
+def _shares(left: list[Run], journal: Path) -> dict[Key, float]:
+    """Which share of the budget those of these runs that keep their state have spent."""
+    found = {}
+    for run in left:
+        with contextlib.suppress(OSError, ValueError):  # none, or it is written right now
+            found[run.key] = float(share_file(part_file(journal, run.key)).read_text())
+    return found
 
 
 def _stop(child: subprocess.Popen[bytes]) -> None:

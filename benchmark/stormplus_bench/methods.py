@@ -9,6 +9,9 @@ METHODS = (
     *OURS,
     *("STORM", "STORM mean", "SGD", "SGD momentum", "Adam", "AdamW", "AdaGrad", "RMSprop"),
     *("Schedule-Free", "Prodigy", "DoG", "D-Adaptation", "Mechanic", "MARS", "SVRG"),
+    # Of the long runs.
+    *("AdamW cosine", "Schedule-Free warm-up", "Prodigy cosine", "Adam++", "Adam++ cosine"),
+    "NadamW",
 )
 # The few that a small figure, or README, has room for.
 HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
@@ -21,6 +24,10 @@ TIERS = {
     "networks": (
         *("autoencoder-mnist", "bncnn-cifar10", "cnn-digits", "cnn-mnist", "gpt-shakespeare"),
         *("mlp-digits", "resnet-cifar10"),
+    ),
+    "long": (
+        *("autoencoder-mnist-long", "finetune-cifar10", "gpt-shakespeare-long", "lora-cifar10"),
+        *("resnet-cifar10-long", "vit-cifar10"),
     ),
 }
 MOST_PANELS = 8  # of a figure

@@ -31,13 +31,7 @@ from stormplus.torch import PairedOptimizer
 from stormplus_bench import finals, rows
 from stormplus_bench.methods import METHODS, TIERS, ordered
 from stormplus_bench.train.catalogue import EVERY
-from stormplus_bench.train.steppers import (
-    AtAverage,
-    OneGradient,
-    ScheduleFree,
-    Stepper,
-    TwoGradients,
-)
+from stormplus_bench.train.steppers import AtAverage, OneGradient, Stepper, TwoGradients
 from stormplus_bench.train.training import Training, row_of
 from stormplus_bench.train.workload import Workload
 
@@ -98,9 +92,7 @@ def stepper_of(made: Any, name: str) -> Stepper:
             "cannot be counted: return a stormplus_bench.train.steppers.Stepper instead"
         )
     if hasattr(made, "eval") and hasattr(made, "train"):
-        # Whose state is torch's own, and which are told to train before the first step.
-        ours = type(made).__module__.startswith("stormplus.")
-        return AtAverage(made) if ours else ScheduleFree(made)
+        return AtAverage(made)
     return OneGradient(made)
 
 
@@ -263,7 +255,7 @@ def read_workload(file: str) -> OwnWorkload:
     except (TypeError, ValueError) as error:
         raise ValueError(f"{file}: {error}\n{WORKLOAD}") from error
     made.version = fingerprint(file)
-    if made.name in (*TIERS["smooth"], *TIERS["networks"]):
+    if any(made.name in names for names in TIERS.values()):
         raise ValueError(
             f"{file}: {made.name} is a workload of the benchmark: name yours otherwise"
         )

@@ -1,4 +1,4 @@
-"""The paper's experiment: what to run at each stage, and the figure, tables and claims it gives.
+"""The paper's experiment, its start: what to run at each stage, and the page that it gives.
 
 Three stages: a sweep of the learning rate, the same over more rates where the best one is at an
 end of the range, and a long run of each method at its best rate.
@@ -6,11 +6,8 @@ end of the range, and a long run of each method at its best rate.
 
 from __future__ import annotations
 
-import io
-import json
 import math
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +15,11 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from matplotlib.figure import Figure
 
 from stormplus.files import write_whole
-from stormplus_bench import figures, finals, markdown, rows
-from stormplus_bench.claims import METRICS, claims
+from stormplus_bench import figures, finals, markdown, paper_panels, paper_tables, rows
+from stormplus_bench.claims import AXES, METRICS, Reading
+from stormplus_bench.course import neighbour
 from stormplus_bench.methods import ordered
-from stormplus_bench.style import style_of
+from stormplus_bench.paper_tables import PANELS
 
 RATES = (0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316, 1.0, 3.16)
 SOLVERS: dict[str, tuple[str, dict[str, list[str]]]] = {  # by label: benchopt's name and options
@@ -32,17 +30,8 @@ SOLVERS: dict[str, tuple[str, dict[str, list[str]]]] = {  # by label: benchopt's
     "STORM+": ("storm-plus", {"norm": ["raw"]}),
     "STORM+ mean": ("storm-plus", {"norm": ["mean"]}),
 }
-BATCH = 100
 EXTENSIONS = 3  # how often a best rate at the end of its range may extend it
-PANELS = {
-    "train_loss": "training loss",
-    "valid_loss": "test loss",
-    "train_accuracy": "training accuracy",
-    "valid_accuracy": "test accuracy",
-}
-AXES = {"epoch": "epochs", "evaluations": "gradient evaluations"}
-TOP = 1.5  # times the first loss; what is above would press the rest into one line
-WIDE = 1e4  # from here on a loss is written with an exponent
+READINGS = [Reading(ours, "STORM", axis) for ours in ("STORM+", "STORM+ mean") for axis in AXES]
 
 
 @dataclass(frozen=True)
@@ -102,9 +91,9 @@ def extension(scale: Scale, frame: pd.DataFrame) -> dict[str, Any] | None:
         if not math.isfinite(row.loss) or len(rates) >= len(scale.rates) + EXTENSIONS:
             continue
         if row.lr == rates[0]:
-            more[row.method] = [_neighbour(rates[0], -1)]
+            more[row.method] = [neighbour(rates[0], -1)]
         elif row.lr == rates[-1]:
-            more[row.method] = [_neighbour(rates[-1], +1)]
+            more[row.method] = [neighbour(rates[-1], +1)]
     return _config(scale.sweep_images, scale.sweep_evaluations, more) if more else None
 
 
@@ -124,12 +113,6 @@ def _config(images: int, evaluations: int, rates: dict[str, list[float]]) -> dic
     }
 
 
-def _neighbour(lr: float, step: int) -> float:
-    """The next of ..., 0.0001, 0.000316, 0.001, ...: half a decade, three digits."""
-    exponent = (round(2 * math.log10(lr)) + step) / 2
-    return float(f"{10**exponent:.3g}")
-
-
 def report(frame: pd.DataFrame, scale: Scale) -> tuple[dict[str, Figure], str]:
     """The figures by name, and the text, as far as the rows go.
 
@@ -141,18 +124,16 @@ def report(frame: pd.DataFrame, scale: Scale) -> tuple[dict[str, Figure], str]:
         raise ValueError(f"there is no run of the sweep {scale.sweep_name!r}")
     drawn = {"sweep": figures.sensitivity(sweep, scale.sweep_name)}
     best = finals.tuned(sweep).set_index("method")
-    parts = [_where(frame), "### The sweep\n", _sweep_table(sweep)]
+    parts = [paper_tables.where(frame), "### The sweep\n", paper_tables.rates(sweep)]
     long = frame[frame["workload"] == scale.long_name]
     long = long[long["lr"] == long["method"].map(best["lr"])]  # not of an earlier, smaller sweep
     if not set(SOLVERS) <= set(long["method"]):
         parts.append(f"The long runs of {scale.long_name} are not complete.\n")
         return drawn, "\n".join(parts)
-    long = with_epochs(long, scale.images)
-    drawn["paper"] = figure(long, best["lr"].to_dict())
-    parts += ["### The long runs\n", _long_table(long)]
-    for axis, name in AXES.items():
-        parts.append(f"### The paper's claims, at equal {name}\n")
-        parts += [_claims_table(long, axis, ours) for ours in ("STORM+", "STORM+ mean")]
+    long = paper_tables.with_epochs(long, scale.images)
+    drawn["paper"] = paper_panels.curves(long)
+    parts += ["### The long runs\n", _long_table(long), paper_tables.standings(long, "epoch")]
+    parts += ["### The paper's claims at their end\n", paper_tables.judged(long, READINGS)]
     return drawn, "\n".join(parts)
 
 
@@ -165,44 +146,8 @@ def write(journal: Path, scale: Scale, folder: Path) -> list[Path]:
     written = []
     for name, picture in drawn.items():
         written.append(folder / f"{name}.png")
-        save(picture, written[-1])
+        paper_panels.save(picture, written[-1])
     return [*written, write_whole(folder / "paper.md", text)]
-
-
-def save(drawn: Figure, file: Path) -> None:
-    """Without a date or a version in it: the same rows give the same file."""
-    content = io.BytesIO()
-    drawn.savefig(content, format="png", dpi=130, metadata={"Software": None})
-    write_whole(file, content.getvalue())
-
-
-def _where(frame: pd.DataFrame) -> str:
-    versions = json.loads(frame["versions"].iloc[-1])
-    named = ", ".join(f"{name} {versions.get(name, '?')}" for name in ("stormplus", "torch"))
-    machines = "; ".join(sorted(frame["machine"].unique()))
-    return f"Machine: {machines}; {named}; seed 0, one run each.\n"
-
-
-def _sweep_table(sweep: pd.DataFrame) -> str:
-    ends = finals.per_rate(sweep).pivot(index="method", columns="lr", values="loss")
-    cells = ends.apply(lambda line: line.map(partial(_cell, lowest=line.min())), axis=1)
-    cells = cells.loc[ordered(cells.index)].rename(columns="{:g}".format)
-    ends_of_range = [row.method for row in finals.tuned(sweep).itertuples() if row.at_end]
-    note = "Training loss at the end of each run; the best rate is bold."
-    if ends_of_range:
-        note += (
-            f" At an end of its range, so a wider one might do better: {', '.join(ends_of_range)}."
-        )
-    return f"{markdown.table(cells, 'method')}\n\n{note}\n"
-
-
-def _cell(value: float, lowest: float) -> str:
-    if math.isnan(value):
-        return ""
-    if math.isinf(value):
-        return "diverged"
-    text = f"{value:.3f}" if value < WIDE else f"{value:.1e}"
-    return f"**{text}**" if value == lowest else text
 
 
 def _long_table(long: pd.DataFrame) -> str:
@@ -218,55 +163,3 @@ def _long_table(long: pd.DataFrame) -> str:
             "s": f"{end['seconds']:.0f}",
         }
     return markdown.table(pd.DataFrame.from_dict(lines, orient="index"), "method") + "\n"
-
-
-def _claims_table(long: pd.DataFrame, axis: str, ours: str) -> str:
-    found = claims(long, axis, ours)
-    table = pd.DataFrame(
-        {"here": [c.verdict for c in found], "numbers": [c.numbers for c in found]},
-        index=[c.text for c in found],
-    )
-    return markdown.table(table, f"the paper says (its STORM+: {ours})") + "\n"
-
-
-def with_epochs(frame: pd.DataFrame, images: int) -> pd.DataFrame:
-    """Add the column `epoch`: passes over the data, as in the paper's figure."""
-    return frame.assign(epoch=frame["samples"] * BATCH / images)
-
-
-def figure(frame: pd.DataFrame, rates: dict[str, float]) -> Figure:
-    """Four rows of two panels: the paper's x axis on the left, the fair one on the right."""
-    methods = ordered(frame["method"])
-    labels = {method: f"{method} (lr {rates[method]:g})" for method in methods}
-    drawn, panels = figures.canvas(len(PANELS) * len(AXES), 1.9, methods, labels=labels)
-    cut = False
-    places = [(metric, axis) for metric in PANELS for axis in AXES]
-    for panel, (metric, axis) in zip(panels, places):
-        cut |= _panel(panel, frame, axis, metric)
-        panel.set_title(PANELS[metric], fontsize=9)
-        panel.set_xlabel(AXES[axis], fontsize=8)
-    if cut:
-        drawn.legends[0].set_title(f"losses above {TOP} times the first one are not shown")
-    return drawn
-
-
-def _panel(panel: Any, frame: pd.DataFrame, axis: str, metric: str) -> bool:
-    """Draw a panel; return whether something lies above it."""
-    seen = frame[frame[axis] > 0]
-    for method in ordered(frame["method"]):
-        part = seen[seen["method"] == method].sort_values(axis)
-        panel.plot(part[axis], part[metric], **style_of(method).line())
-    figures.grid_lines(panel)
-    if not metric.endswith("loss"):
-        return False
-    panel.set_xscale("log")
-    panel.set_yscale("log")
-    figures.log_ticks(panel.xaxis)
-    values = figures.finite(seen[metric])
-    top = TOP * float(frame[frame[axis] == 0][metric].median())
-    cut = bool((values > top).any())
-    if cut:
-        low = values.min()
-        panel.set_ylim(low / (top / low) ** 0.05, top)
-    figures.log_ticks(panel.yaxis)
-    return cut

@@ -37,7 +37,7 @@ class Run:
     method: str
     lr: float
     seed: int
-    budget: int
+    budget: int  # gradient evaluations
 
     @property
     def key(self) -> Key:
@@ -158,7 +158,8 @@ def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
                     plan.skipped[f"{solver.method} on {workload.name}"] = reason
                     continue
                 lr = solver.default_lr if solver.lr is None else solver.lr
-                run = Run(workload.name, solver.method, lr, objective.seed, workload.budget)
+                budget = workload.budget * (solver.price if workload.counts == "samples" else 1)
+                run = Run(workload.name, solver.method, lr, objective.seed, budget)
                 if run not in plan.runs[-2 * len(solvers) :]:  # a default may be on the grid
                     plan.runs.append(run)
     return plan

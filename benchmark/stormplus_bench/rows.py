@@ -131,6 +131,11 @@ def load_all(paths: Iterable[str | os.PathLike[str]], on_cut: OnCut = "raise") -
     return frame_of(row for path in paths for row in _rows(Path(path), on_cut))
 
 
+def read(path: str | os.PathLike[str], on_cut: OnCut = "raise") -> list[dict[str, Any]]:
+    """The journal's rows as they are, with what the frame has no column for; see `load`."""
+    return list({key_of(row): row for row in _rows(Path(path), on_cut)}.values())
+
+
 def frame_of(found: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """The flat frame of these rows; of several rows of one run the last counts."""
     last = {key_of(row): row for row in found}

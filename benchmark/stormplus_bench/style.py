@@ -64,6 +64,12 @@ _LOOKS = {
     "Mechanic": (LONG, "2"),
     "MARS": (SOLID, "3"),
     "SVRG": (DASHED, "4"),
+    "AdamW cosine": (SOLID, "$a$"),
+    "Schedule-Free warm-up": (DASHED, "$s$"),
+    "Prodigy cosine": (DOTTED, "$p$"),
+    "Adam++": (LONG, "$+$"),
+    "Adam++ cosine": (DASH_DOT, "$c$"),
+    "NadamW": (SOLID, "$n$"),
 }
 STYLES = {
     # The subject of the figures has the thicker lines.

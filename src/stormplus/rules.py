@@ -284,8 +284,8 @@ def decay_factor(weight_decay: Scalar, eta: Scalar, natural: Scalar, ceiling: Sc
 
 
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a >= b) + b * (b > a)
+    return a + (b - a) * (b > a)
 
 
 def _smaller(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a <= b) + b * (b < a)
+    return a + (b - a) * (b < a)

@@ -17,7 +17,7 @@ from stormplus_bench.commands.compare import compare as command
 from stormplus_bench.commands.report import read
 from stormplus_bench.engine import execute
 from stormplus_bench.plan import check_unchanged, make_plan, with_own
-from stormplus_bench.train.steppers import AtAverage, OneGradient, ScheduleFree, TwoGradients
+from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -171,7 +171,7 @@ def test_a_wrong_method_is_explained():
 def test_every_kind_of_optimizer_takes_its_own_step():
     schedulefree = pytest.importorskip("schedulefree")
     kinds = {sgd: OneGradient, StormPlus: TwoGradients, Untuned: AtAverage}
-    kinds[lambda p: schedulefree.AdamWScheduleFree(p)] = ScheduleFree
+    kinds[lambda p: schedulefree.AdamWScheduleFree(p)] = AtAverage
     for make, kind in kinds.items():
         method = own.Method("mine", make)
         training = Training(own.workload_of(line()), lambda run: method.stepper(run, None), 0)

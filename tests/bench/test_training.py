@@ -13,14 +13,17 @@ from schedulefree import AdamWScheduleFree
 from torch import nn
 from torch.nn import functional as F
 
-from stormplus import StormPlus, same_sample
+from stormplus import StormPlus, Untuned, same_sample
 from stormplus_bench.commands.bench_step import frozen_parameters
-from stormplus_bench.train import catalogue
+from stormplus_bench.train import catalogue, nadamw
+from stormplus_bench.train.adampp import AdamPlusPlus
+from stormplus_bench.train.nadamw import NadamW
 from stormplus_bench.train.steppers import (
+    AtAverage,
     Averaged,
     Mars,
     OneGradient,
-    ScheduleFree,
+    Scheduled,
     Svrg,
     TwoGradients,
 )
@@ -234,9 +237,10 @@ def test_the_state_counts_all_that_a_method_keeps():
     assert start(digits(), lambda t: Svrg(t.model, 1)).stepper.state_mb == 2 * size
 
 
-def test_schedule_free_is_judged_where_it_says_and_goes_on():
+@pytest.mark.parametrize("optimizer", [AdamWScheduleFree, Untuned])
+def test_a_method_with_an_average_is_judged_there_and_goes_on(optimizer):
     workload = normed()
-    measured, plain = (start(workload, ScheduleFree, AdamWScheduleFree) for _ in range(2))
+    measured, plain = (start(workload, AtAverage, optimizer) for _ in range(2))
     for run in (measured, plain):
         run.advance(STEPS)
     before = [p.detach().clone() for p in measured.model.parameters()]
@@ -251,6 +255,76 @@ def test_schedule_free_is_judged_where_it_says_and_goes_on():
         run.advance(2 * STEPS)
     for p, q in zip(measured.model.parameters(), plain.model.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)  # train() and eval() round
+
+
+def test_the_scheduled_rate_rises_in_a_line_and_falls_to_zero():
+    run = start(digits(), lambda t: Scheduled(torch.optim.SGD(t.parameters, lr=2.0), 40, 0.1))
+    rates = []
+    for step in range(1, 41):
+        rates.append(run.stepper.optimizer.param_groups[0]["lr"])
+        run.advance(step)
+    # 4 of 40 steps rise: 1/4, 2/4, 3/4, 1 of the rate; then half of 1 + cos(pi k / 36).
+    assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
+    assert rates[22] == pytest.approx(1.0)
+    assert run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
+
+
+def test_a_schedule_goes_on_where_it_was(tmp_path):
+    def make():
+        return start(digits(), lambda t: Scheduled(AdamPlusPlus(t.parameters), 40, 0.1))
+
+    whole, half, rest = make(), make(), make()
+    whole.advance(20)
+    half.advance(10)
+    half.save(tmp_path / "part.pt")
+    rest.restore(tmp_path / "part.pt")
+    rest.advance(20)
+    assert same(whole.model, rest.model)
+
+
+def test_adam_plus_plus_is_its_papers_recursion():
+    workload = digits()
+    run = start(workload, OneGradient, AdamPlusPlus)
+    run.advance(STEPS)
+    # Literal, on all weights as one vector.
+    model, stream = workload.model(0), workload.samples(0)
+    parameters = list(model.parameters())
+    x = nn.utils.parameters_to_vector(parameters).detach()
+    origin, m, v, largest = x.clone(), torch.zeros_like(x), torch.zeros_like(x), 0 * x
+    eta = 1e-6 * (1 + float(x.norm()) ** 2)
+    for t in range(STEPS):
+        nn.utils.vector_to_parameters(x, parameters)
+        inputs, targets = next(stream)
+        grads = torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
+        g = torch.cat([grad.flatten() for grad in grads])
+        eta = max(eta, float((x - origin).norm()) / len(x) ** 0.5)
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        largest = torch.maximum(largest, v)
+        x = x - eta * m / (1e-8 + ((t + 1) * largest).sqrt())
+    found = nn.utils.parameters_to_vector(run.model.parameters())
+    moved = float((x - origin).abs().max())
+    assert moved > 1e-3
+    torch.testing.assert_close(found, x, rtol=0, atol=1e-2 * moved)
+
+
+def test_nadamw_is_adamw_with_the_next_momentum():
+    workload = digits()
+    run = start(workload, OneGradient, NadamW, lr=1e-2)
+    run.advance(STEPS)
+    model, stream = workload.model(0), workload.samples(0)
+    state = [(torch.zeros_like(p), torch.zeros_like(p)) for p in model.parameters()]
+    (b1, b2), decay = nadamw.BETAS, nadamw.WEIGHT_DECAY
+    for t in range(1, STEPS + 1):
+        x, y = next(stream)
+        grads = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+        with torch.no_grad():
+            for p, g, (m, v) in zip(model.parameters(), grads, state, strict=True):
+                m.copy_(b1 * m + (1 - b1) * g)
+                v.copy_(b2 * v + (1 - b2) * g * g)
+                ahead = (b1 * m + (1 - b1) * g) / (1 - b1**t)
+                p.copy_((1 - 1e-2 * decay) * p - 1e-2 * ahead / ((v / (1 - b2**t)).sqrt() + 1e-8))
+    for p, q in zip(run.model.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
 def test_peak_memory_sees_what_was_used_and_forgets():

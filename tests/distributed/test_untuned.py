@@ -14,18 +14,15 @@ KINDS = pytest.mark.parametrize("kind", ["fsdp", "ddp"])
 @KINDS
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"scope": "group"},
-        {"scope": "tensor", "weight_decay": 0.1, "decoupled_weight_decay": True},
-    ],
+    [{}, {"weight_decay": 0.1}, {"state_dtype": torch.bfloat16}],
     ids=str,
 )
 def test_equals_one_process(cluster, kind, options):
     runs = cluster.run(2, untuned_jobs.parity, STEPS, kind, **options)
     expected = untuned_jobs.one_process(STEPS, **options)
     assert_same_bits(runs)
-    assert_equal_runs(runs[0], expected, rtol=1e-12)
+    # Rounding at random goes by the place of an element in its shard.
+    assert_equal_runs(runs[0], expected, rtol=0.05 if "state_dtype" in options else 1e-12)
     assert {run["calls"] for run in runs} == {expected["calls"]}
     assert expected["calls"] == STEPS
 
@@ -46,3 +43,12 @@ def test_a_distributed_checkpoint_goes_on_bit_by_bit(cluster, tmp_path, averaged
     runs = cluster.run(2, untuned_jobs.resumed, STEPS, 15, str(tmp_path / "dcp"), averaged)
     expected = cluster.run(2, untuned_jobs.parity, STEPS, "fsdp")
     assert_same_bits([*runs, *expected])
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 4), (4, 2)])
+def test_a_checkpoint_goes_on_over_another_number_of_processes(cluster, tmp_path, first, then):
+    cluster.run(first, untuned_jobs.saved, STEPS, 15, str(tmp_path / "dcp"))
+    runs = cluster.run(then, untuned_jobs.loaded, STEPS, 15, str(tmp_path / "dcp"))
+    assert_same_bits(runs)
+    expected = untuned_jobs.one_process(STEPS)
+    assert_equal_runs(runs[0], expected, rtol=1e-12)

@@ -3,19 +3,29 @@
 import torch
 import torch.distributed.checkpoint as dcp
 from ddp_jobs import place
-from fsdp_jobs import grouped, sharded
-from small_models import Loop, Tanh, batches, result, share, whole
+from fsdp_jobs import sharded
+from small_models import Loop, Tanh, batches, share, whole
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from stormplus import Untuned
 
 
+def grouped(model):
+    """Two parameter groups, the second with a factor of its own."""
+    params = list(model.parameters())
+    return [{"params": params[:3]}, {"params": params[3:], "factor": 0.5}]
+
+
 def everything(model, opt, calls=None):
-    """As `result`, with the other buffers, and what `eval` puts into the parameters."""
-    out = result(model, opt, calls)
-    buffers = ("unit", "origin", "average")
-    out["d"] += [whole(opt.state[p][name]) for p in model.parameters() for name in buffers]
+    """Parameters, buffers, numbers, and what `eval` puts into the parameters."""
+    names = ("lead", "unit", "origin")
+    out = {
+        "x": [whole(p) for p in model.parameters()],
+        "d": [whole(opt.state[p][name]) for p in model.parameters() for name in names],
+        "numbers": opt.diagnostics(),
+        "calls": calls,
+    }
     opt.eval()
     out["d"] += [whole(p) for p in model.parameters()]
     opt.train()
@@ -54,6 +64,26 @@ def one_bad_sample(steps, kind, bad_step):
         except FloatingPointError as error:
             errors.append(str(error))
     return everything(model, loop.opt) | {"errors": errors}
+
+
+def saved(steps, cut, folder):
+    """Train a part on shards, and save."""
+    model = sharded()
+    loop = Loop(model, Untuned(grouped(model)))
+    train(loop, batches(steps)[:cut], place())
+    weights, state = get_state_dict(model, loop.opt)
+    dcp.save({"model": weights, "opt": state}, checkpoint_id=folder)
+
+
+def loaded(steps, cut, folder):
+    """Load what others have saved, and go on."""
+    model = sharded()
+    loop = Loop(model, Untuned(grouped(model)))
+    weights, state = get_state_dict(model, loop.opt)
+    dcp.load({"model": weights, "opt": state}, checkpoint_id=folder)
+    set_state_dict(model, loop.opt, model_state_dict=weights, optim_state_dict=state)
+    train(loop, batches(steps)[cut:], place())
+    return everything(model, loop.opt)
 
 
 def resumed(steps, cut, folder, averaged):

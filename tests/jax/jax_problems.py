@@ -18,9 +18,10 @@ PAIRED = {
 TRANSFORMATIONS = PAIRED | {"untuned": untuned}
 REFERENCE = {name: name.replace("_plus", "+").replace("_", "-") for name in PAIRED}
 # The fields of the state that are of the size of the parameters.
-BUFFERS = dict.fromkeys(PAIRED, ("estimator",)) | {
-    "untuned": ("estimator", "unit", "origin", "average")
-}
+BUFFERS = dict.fromkeys(PAIRED, ("estimator",)) | {"untuned": ("lead", "unit")}
+# What multiplies the steps, and what gives each leaf numbers of its own, as untuned always does.
+RATE = dict.fromkeys(PAIRED, "lr") | {"untuned": "factor"}
+PER_LEAF = {name: {"scope": "tensor"} for name in PAIRED} | {"untuned": {}}
 
 PARAMS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
 CURVATURES = jnp.array([1.0, 3.0, 2.0, 5.0, 0.5, 1.0])

@@ -1,4 +1,4 @@
-"""What only `untuned` has: its scales, its average, and one gradient per step."""
+"""What only `untuned` has: its scales, its average, its precision, and one gradient per step."""
 
 import numpy as np
 import pytest
@@ -22,49 +22,51 @@ from jax_problems import (
 )
 from untuned_oracle import untuned_run
 
+from stormplus import rules
 from stormplus.jax import averaged, storm_plus, untuned
+from stormplus.jax.untuned import _rounded_at_random
+from stormplus.rules import INTERPOLATION, Sum
 
 
 def one_gradient(tx, grad=quadratic, params=PARAMS, samples=CURVATURES):
-    """As a user of any optax optimizer writes it: no grad_fn, and all the points."""
+    """As a user of any optax optimizer writes it: no grad_fn."""
 
     def body(carry, sample):
         params, state = carry
         updates, state = tx.update(grad(params, sample), state, params)
-        params = optax.apply_updates(params, updates)
-        return (params, state), params
+        return (optax.apply_updates(params, updates), state), None
 
     first = (params, tx.init(params))
-    (params, state), points = jax.jit(lambda c, xs: jax.lax.scan(body, c, xs))(first, samples)
-    return params, state, points
+    return jax.jit(lambda c, xs: jax.lax.scan(body, c, xs)[0])(first, samples)
 
 
-# --- no scale is special ---------------------------------------------------------------------
+def the_sample(p, sample):
+    return sample
+
+
+def fast(params, state):
+    return params + INTERPOLATION * state.lead
+
+
+# --- scales ----------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("x64")
-def test_the_scales_of_f_and_x_do_not_matter():
-    """f'(x) = f_scale f(x / x_scale) from x_scale x_1 visits x_scale times the points of f."""
-    problem, tx = Regression(), untuned(scope="tensor")
+def test_the_scale_of_f_does_not_matter():
+    problem, tx = Regression(), untuned()
     samples = jnp.asarray(np.random.default_rng(3).integers(64, size=(100, 4)))
 
     @jax.jit
-    def ends(f_scale, x_scale):
+    def ends(scale):
         def grad(params, rows):
-            g = problem.grad([p / x_scale for p in params], rows)
-            return [f_scale / x_scale * g_i for g_i in g]
+            return [scale * g for g in problem.grad(params, rows)]
 
-        first = [x_scale * p for p in problem.params()]
-        params, state = run(tx, grad, first, samples)
-        return [[p / x_scale for p in tree] for tree in (params, averaged(state, params))]
+        params, state = run(tx, grad, problem.params(), samples)
+        return params, averaged(state, params)
 
-    plain = ends(1.0, 1.0)
-    for f_scale, x_scale in [(1e7, 1.0), (1.0, 1e-3), (3e-9, 2e4)]:
-        assert_trees_close(ends(f_scale, x_scale), plain, rtol=1e-9)
-
-
-def scaled(p, sample):
-    return sample
+    plain = ends(1.0)
+    for scale in (1e7, 3e-9):
+        assert_trees_close(ends(scale), plain, rtol=1e-9)
 
 
 @pytest.mark.parametrize("n", [1, 7])
@@ -74,11 +76,15 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
     """Neither |g|^2 nor |x|^2 of these is a float32."""
     g, x1 = (np.float32(v) * np.linspace(1, 2, n, dtype=np.float32) for v in (size, x_size))
     factors = np.array([1.0, -0.5, 2.0, 0.0, 1.0], np.float32)
-    x, state = walk("untuned", jnp.asarray(np.outer(factors, g)), jnp.asarray(x1), grad=scaled)
-    rows = untuned_run(lambda k, x, *_: [factors[k] * np.float64(g)], [x1], len(factors))
-    got = {"x": x, "d": state.estimator, "s": state.unit, "r": state.distance}
+    samples = jnp.asarray(np.outer(factors, g))
+    x, state = walk("untuned", samples, jnp.asarray(x1), grad=the_sample)
+    expected = untuned_run(lambda k, x: [factors[k] * np.float64(g)], [x1], len(factors))[-1]
+    got = {"x": x, "s": state.unit, "z": fast(x, state), "average": averaged(state, x)}
     for key, value in got.items():
-        np.testing.assert_allclose(value, rows[-1][key][0], rtol=1e-5)
+        np.testing.assert_allclose(value, expected[key][0], rtol=1e-5)
+    numbers = {"r": state.distance, "eta": state.step_size, "counted": state.counted.total}
+    for key, value in numbers.items():
+        np.testing.assert_allclose(value, expected[key], rtol=1e-5)
     assert int(state.step) == len(factors)
     if size:
         assert (np.asarray(x) != x1).all()
@@ -86,32 +92,63 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
 
 def test_opposite_gradients_at_the_end_of_float32_do_not_overflow():
     samples = 3e38 * np.outer([1.0, -1.0, 1.0], np.ones(7))
-    x, state = walk("untuned", jnp.asarray(samples, jnp.float32), jnp.ones(7), grad=scaled)
+    x, state = walk("untuned", jnp.asarray(samples, jnp.float32), jnp.ones(7), grad=the_sample)
     assert_finite((x, state))
     assert int(state.step) == 3
 
 
-def test_zero_parameters_start_with_a_hundredth():
-    """A leaf of zeros alone; together with others it has their distance."""
-    params = [jnp.zeros(4), jnp.full(4, 5.0)]
-    tensor, whole = (untuned(scope=scope).init(params).distance for scope in ("tensor", "global"))
-    np.testing.assert_allclose(tensor, [0.01, 0.05], rtol=1e-6)
-    # |x| = 10 over eight elements, whose root mean square is 10 / sqrt(8)
-    np.testing.assert_allclose(whole, 0.1 / np.sqrt(8), rtol=1e-6)
+def test_a_matrix_is_inputs_by_outputs():
+    """R is one over the root of the inputs, or the leaf's root mean square if that is larger."""
+    params = {
+        "a vector": jnp.zeros(9),  # 1 / sqrt(9)
+        "dense": jnp.zeros((4, 9)),  # 1 / sqrt(4)
+        "filter": jnp.zeros((3, 3, 4, 2)),  # 1 / sqrt(3 * 3 * 4)
+        "large": jnp.full((4, 9), -5.0),
+        "nothing": jnp.zeros((4, 0)),
+        "number": jnp.zeros(()),
+    }
+    state = untuned().init(params)
+    np.testing.assert_allclose(state.ceiling, [1 / 3, 1 / 2, 1 / 6, 5, 1, 1], rtol=1e-6)
+    np.testing.assert_allclose(state.distance, rules.first_distance(state.ceiling), rtol=1e-6)
+
+
+def test_the_distance_is_that_of_the_sample():
+    """Every second coordinate of this leaf: those go one way, the others to and fro."""
+    shape, steps = (101, 103), 12
+    assert rules.sample_stride(101 * 103) == 2
+    to_and_fro = np.where(np.arange(101 * 103) % 2, -1.0, 1.0).reshape(shape)
+    grads = np.stack([np.ones(shape) * to_and_fro**k for k in range(steps)])
+    x, state = walk("untuned", jnp.asarray(grads), jnp.zeros(shape), grad=the_sample)
+    of_sample, of_all = (
+        untuned_run(lambda k, x: [grads[k]], [np.zeros(shape)], steps, inputs_last=True, sample=n)
+        for n in (4096, None)
+    )
+    np.testing.assert_allclose(state.distance, of_sample[-1]["r"], rtol=1e-5)
+    np.testing.assert_allclose(x, of_sample[-1]["x"][0], rtol=1e-4, atol=1e-7)
+    assert of_sample[-1]["r"][0] > 1.1 * of_all[-1]["r"][0]
+
+
+def test_a_rare_gradient_moves_no_coordinate_by_more_than_the_distance():
+    # After 39 steps of nothing g / s is sqrt((40 + 2) / 3) = 3.7, and the step size is r.
+    grads = np.zeros((40, 3), np.float32)
+    grads[-1] = [0, 5, -3]
+    before, state = walk("untuned", jnp.asarray(grads[:-1]), jnp.ones(3), grad=the_sample)
+    r, z = float(state.distance[0]), fast(before, state)
+    x, state = walk("untuned", jnp.asarray(grads[-1:]), before, state, grad=the_sample)
+    np.testing.assert_allclose((z - fast(x, state)), [0, r, -r], rtol=1e-4)
+    expected = untuned_run(lambda k, x: [grads[k]], [np.ones(3)], 40)[-1]
+    np.testing.assert_allclose(x, expected["x"][0], rtol=1e-5)
+
+
+def test_the_count_of_steps_does_not_stand_still_in_float32():
+    # 2^24 + 1 is not a float32. A constant gradient is its own unit: each step counts as one.
+    state = untuned().init(jnp.ones(3))
+    state = state._replace(counted=Sum(jnp.full(1, 2.0**24), jnp.zeros(1)))
+    _, state = walk("untuned", jnp.ones((4, 3)), jnp.ones(3), state, grad=the_sample)
+    assert float(state.counted.total[0]) == 2**24 + 4
 
 
 # --- the average -----------------------------------------------------------------------------
-
-
-def test_the_average_never_influences_the_run():
-    params, state = walk("untuned")
-    without, none = walk("untuned", average=False)
-    assert_trees_equal(without, params)
-    assert none.average is None
-    mean = averaged(state, params)
-    assert float(jnp.abs(mean["a"] - params["a"]).max()) > 1e-4
-    with pytest.raises(ValueError, match="average=False"):
-        averaged(none, PARAMS)
 
 
 def test_before_the_first_step_the_average_is_the_parameters():
@@ -121,25 +158,16 @@ def test_before_the_first_step_the_average_is_the_parameters():
         assert_trees_equal(jax.jit(averaged)(tx.init(params), params), params)
 
 
-def test_the_average_keeps_what_bfloat16_cannot():
-    x1 = jnp.full(2, 1.0, jnp.bfloat16)
-    _, state, points = one_gradient(untuned(), lambda p, s: p, x1, jnp.ones(40))
-    mean = np.zeros(2)
-    for t, point in enumerate(np.asarray(points, np.float64), start=1):
-        mean += 9 / (t + 8) * (point - mean)
-    np.testing.assert_allclose(state.average, mean, rtol=1e-5)
-    assert len(np.unique(np.asarray(points, np.float64))) > 3  # there was something to average
-
-
 def test_the_average_takes_masked_leaves_from_the_parameters():
     params = {"a": PARAMS["a"], "frozen": jnp.arange(5)}
     tx = untuned(mask={"a": True, "frozen": False})
-    moved, state, _ = one_gradient(
-        tx, lambda p, s: {"a": p["a"], "frozen": 0.0 * p["frozen"]}, params
-    )
+    moved, state = one_gradient(tx, lambda p, s: {"a": p["a"], "frozen": 0.0 * p["frozen"]}, params)
     other = {"a": moved["a"], "frozen": jnp.arange(5) + 1}
     mean = averaged(state, other)
-    assert_trees_equal(mean, {"a": state.average["a"], "frozen": other["frozen"]})
+    assert_trees_equal(mean["frozen"], other["frozen"])
+    apart = moved["a"] - mean["a"]
+    np.testing.assert_allclose(apart, (1 - INTERPOLATION) * state.lead["a"], rtol=1e-4)
+    assert (apart != 0).all()
 
 
 @pytest.mark.parametrize("state", [(), storm_plus().init(PARAMS), optax.adam(0.1).init(PARAMS)])
@@ -148,18 +176,90 @@ def test_without_a_state_of_it_there_is_no_average(state):
         averaged(state, PARAMS)
 
 
+# --- half precision --------------------------------------------------------------------------
+
+# Numbers of both narrow dtypes; the last two are subnormal in float16.
+NARROW = np.array([1.0, -2.0, 0.25, 0.0, 2.0**-16, -(2.0**-18)], np.float32)
+DRAWS = np.random.default_rng(0).standard_normal((60, 6)).astype(np.float32) + 0.5
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_rounds_the_run_of_float32_and_nothing_is_lost(dtype):
+    wide, wide_state = walk("untuned", DRAWS, jnp.asarray(NARROW), grad=the_sample)
+    half, state = walk("untuned", DRAWS, jnp.asarray(NARROW, dtype), grad=the_sample)
+    # 1e-3 of a move: where a weight crosses zero, the sum that optax makes may round once more.
+    np.testing.assert_allclose(state.master, wide, atol=1e-3)
+    assert float(jnp.abs(state.master - wide).mean()) < 1e-4
+    assert half.dtype == dtype
+    assert_trees_equal(half, state.master.astype(dtype))
+    mean = averaged(state, half)
+    assert mean.dtype == dtype
+    np.testing.assert_allclose(
+        mean.astype(jnp.float32), averaged(wide_state, wide), rtol=5e-3, atol=1e-3
+    )
+    # The first steps are smaller than what the largest weight can hold, and arrive all the same.
+    assert abs(float(wide[1] - NARROW[1])) > 0.01
+
+
+def test_parameters_that_were_set_are_where_it_goes_on():
+    params, state = walk("untuned", DRAWS[:5], jnp.asarray(NARROW, jnp.bfloat16), grad=the_sample)
+    again = params.at[1].set(7.0)
+    assert float(averaged(state, again)[1]) == pytest.approx(7, abs=0.1)
+    moved, after = walk("untuned", DRAWS[5:6], again, state, grad=the_sample)
+    assert 6 < float(moved[1]) < 8
+    one = walk("untuned", DRAWS[5:6], params, state, grad=the_sample)[1].master
+    np.testing.assert_array_equal(jnp.delete(after.master, 1), jnp.delete(one, 1))
+
+
+def test_sixteen_bits_for_the_state():
+    """Half the memory; and, rounded at random, the run of float32 but for some noise."""
+    x1 = jnp.ones(6)
+    wide, _ = walk("untuned", DRAWS, x1, grad=the_sample)
+    x, state = walk("untuned", DRAWS, x1, grad=the_sample, state_dtype=jnp.bfloat16)
+    assert state.lead.dtype == state.unit.dtype == jnp.bfloat16
+    assert x.dtype == jnp.float32
+    np.testing.assert_allclose(x - x1, wide - x1, atol=0.03 * float(jnp.abs(wide - x1).max()))
+    assert (x != wide).any()
+    again = walk("untuned", DRAWS, x1, grad=the_sample, state_dtype=jnp.bfloat16)
+    assert_trees_equal(again, (x, state))
+
+
+def test_rounding_at_random_is_right_in_the_mean():
+    # Between 1 and the next bfloat16, 1 + 2^-7, a quarter of the way: a quarter goes up.
+    v = jnp.full((50, 80), 1 + 2.0**-9)
+    rounded = _rounded_at_random(v, jnp.int32(3), 0).astype(jnp.float32)
+    assert set(np.unique(rounded)) == {1, 1 + 2.0**-7}
+    assert float((rounded > 1).mean()) == pytest.approx(0.25, abs=0.03)
+    for t, which in ((4, 0), (3, 1)):  # other steps and the other buffer draw anew
+        other = _rounded_at_random(v, jnp.int32(t), which).astype(jnp.float32)
+        assert 0.2 < float((other != rounded).mean()) < 0.5  # 2 * 1/4 * 3/4
+
+
+@pytest.mark.long
+def test_gradients_flow_through_sixteen_bits():
+    """None of them is NaN, where a gradient is zero and where x is at its origin."""
+    first = {"a": jnp.array([3.0, 4.0, 0.0]), "zero": jnp.zeros(2, jnp.bfloat16)}
+
+    def end(factor):
+        tx = untuned(factor=factor, weight_decay=0.1, state_dtype=jnp.bfloat16)
+        moved, _ = run(tx, quadratic, first, CURVATURES[:4])
+        return jnp.sum(moved["a"] ** 2) + jnp.sum(moved["zero"]).astype(jnp.float32)
+
+    slope = float(jax.jit(jax.grad(end))(0.5))
+    assert -np.inf < slope < 0  # larger steps, nearer to zero
+
+
 # --- one transformation among others ---------------------------------------------------------
 
 
 def test_it_needs_no_grad_fn():
-    params, state, _ = one_gradient(untuned())
-    assert_trees_close((params, state), walk("untuned"), rtol=1e-5, atol=1e-6)
+    assert_trees_close(one_gradient(untuned()), walk("untuned"), rtol=1e-5, atol=1e-6)
 
 
 def test_clipping_before_it_in_a_chain_is_clipping_inside():
     clip = optax.clip_by_global_norm(1.0)
-    got, state, _ = one_gradient(optax.chain(clip, untuned()))
-    expected, expected_state, _ = one_gradient(untuned(gradient_transform=clip))
+    got, state = one_gradient(optax.chain(clip, untuned()))
+    expected, expected_state = one_gradient(untuned(gradient_transform=clip))
     assert_trees_close(got, expected, rtol=1e-6)
     assert_trees_close(averaged(state, got), averaged(expected_state, expected), rtol=1e-6)
     assert float(jnp.abs(walk("untuned")[0]["a"] - expected["a"]).max()) > 1e-4
@@ -167,18 +267,18 @@ def test_clipping_before_it_in_a_chain_is_clipping_inside():
 
 def test_multi_steps_hands_over_the_mean_gradient():
     tx = optax.MultiSteps(untuned(), every_k_schedule=2)
-    got, state, _ = one_gradient(tx)
+    got, state = one_gradient(tx)
     expected, expected_state = walk("untuned", CURVATURES.reshape(-1, 2).mean(axis=1))
     assert_trees_close(got, expected, rtol=1e-6)
     assert_trees_close(averaged(state, got), averaged(expected_state, expected), rtol=1e-6)
     assert int(state.inner_opt_state.step) == 3
 
 
-def test_partition_gives_each_label_a_distance_of_its_own():
-    tx = optax.partition({0: untuned(), 1: untuned(0.5)}, {"a": 0, "b": 1})
-    got, state, _ = one_gradient(tx)
-    for name, lr in [("a", 1.0), ("b", 0.5)]:
-        alone, alone_state = walk("untuned", params={name: PARAMS[name]}, lr=lr)
+def test_partition_slows_some_leaves_down():
+    tx = optax.partition({0: untuned(), 1: untuned(factor=0.5)}, {"a": 0, "b": 1})
+    got, state = one_gradient(tx)
+    for name, factor in [("a", 1.0), ("b", 0.5)]:
+        alone, alone_state = walk("untuned", params={name: PARAMS[name]}, factor=factor)
         np.testing.assert_allclose(got[name], alone[name], rtol=1e-6)
         mean = averaged(alone_state, alone)[name]
         np.testing.assert_allclose(averaged(state, got)[name], mean, rtol=1e-6)
@@ -186,14 +286,24 @@ def test_partition_gives_each_label_a_distance_of_its_own():
 
 def test_masked_leaves_nothing_to_do_where_the_holes_are():
     tx = optax.masked(untuned(), {"a": True, "b": False})
-    moved, _, _ = one_gradient(tx, params={"a": PARAMS["a"], "b": 0 * PARAMS["b"]})
+    moved, _ = one_gradient(tx, params={"a": PARAMS["a"], "b": 0 * PARAMS["b"]})
     alone, _ = walk("untuned", params={"a": PARAMS["a"]})
     np.testing.assert_allclose(moved["a"], alone["a"], rtol=1e-6)
 
 
-def test_what_it_has_and_what_it_has_not():
-    with pytest.raises(TypeError, match="average must be True or False, got None"):
-        untuned(average=None)
-    for name in ("norm", "correction", "distance", "gradient"):
+def test_it_says_why_there_is_no_learning_rate():
+    for name in ("lr", "learning_rate"):
+        with pytest.raises(TypeError, match=f"no learning rate.*scale.*factor=.*{name}=0.1"):
+            untuned(**{name: 0.1})
+    with pytest.raises(TypeError, match=r"no learning rate.*got 0\.1"):
+        untuned(0.1)
+    with pytest.raises(TypeError, match="'lr'"):  # it has the signature, which knows of none
+        optax.inject_hyperparams(untuned)(lr=0.1)
+
+
+def test_what_it_has_not():
+    for name in ("average", "scope", "groups", "norm", "decoupled_weight_decay"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             untuned(**{name: None})
+    with pytest.raises(ValueError, match=r"state_dtype must be jnp\.bfloat16 or None, got.*16"):
+        untuned(state_dtype=jnp.float16)

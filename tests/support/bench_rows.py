@@ -9,7 +9,8 @@ from typing import Any
 import pandas as pd
 
 from stormplus_bench import rows
-from stormplus_bench.paper import SOLVERS, Scale, with_epochs
+from stormplus_bench.paper import SOLVERS, Scale
+from stormplus_bench.paper_tables import with_epochs
 
 
 def make_row(losses: Iterable[float | None], **fields: Any) -> dict[str, Any]:

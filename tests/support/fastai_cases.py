@@ -30,6 +30,7 @@ with warnings.catch_warnings():
     from fastai.data.load import DataLoader
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper  # noqa: F401
+    from fastcore.basics import noop
 
     from stormplus.integrations.fastai import (
         StormCallback,
@@ -86,7 +87,7 @@ def learner(
         opt_func=ours() if opt_func is None else opt_func,
         cbs=[*[StormCallback()] * tool, watch, *callbacks], **options,
     )  # fmt: skip
-    learn.logger = lambda *_: None
+    learn.logger = noop  # silent, and can be pickled
     learn.create_mbar = False
     if hasattr(learn, "progress"):
         learn.remove_cb(learn.progress)

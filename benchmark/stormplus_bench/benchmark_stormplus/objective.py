@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from stormplus_bench import rows
 from stormplus_bench.train.steppers import OneGradient
-from stormplus_bench.train.training import Training, row_of
+from stormplus_bench.train.training import Training, forget, part_file, row_of
 
 JOURNAL = "STORMPLUS_ROWS"
 
@@ -60,7 +60,9 @@ class Objective(BaseObjective):
         """Append the run's row to the journal, if there is one: an interruption loses nothing."""
         training.require_whole()
         if os.environ.get(JOURNAL):
-            rows.append(os.environ[JOURNAL], row_of(training, run))
+            row = row_of(training, run)
+            rows.append(os.environ[JOURNAL], row)
+            forget(part_file(os.environ[JOURNAL], rows.key_of(row)))
 
     def get_one_result(self) -> dict[str, Any]:
         training = Training(

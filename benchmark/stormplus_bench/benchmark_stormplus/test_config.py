@@ -7,7 +7,7 @@ from stormplus_bench.train.catalogue import or_reason
 
 
 def check_test_dataset_get_data(benchmark, dataset):
-    name = {"paper": "cifar10"}.get(dataset.name, dataset.name)
+    name = {"paper": "cifar10", "long": "mnist"}.get(dataset.name, dataset.name)
     if name in data.NAMES:
         reason = or_reason(lambda: data.load(name))["reason"]
         if reason:

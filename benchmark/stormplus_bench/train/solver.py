@@ -12,7 +12,7 @@ from benchopt import BaseSolver
 
 from stormplus_bench import rows
 from stormplus_bench.train.steppers import Stepper, TwoGradients
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.training import Training, part_file
 from stormplus_bench.train.workload import Workload
 
 
@@ -27,6 +27,7 @@ class TorchSolver(BaseSolver):
     requirements = ["pip::stormplus-bench"]
     label: str
     default_lr: float
+    price = 1  # gradients of a step, for projections
 
     @property
     def method(self) -> str:
@@ -60,10 +61,16 @@ class TorchSolver(BaseSolver):
         torch.set_num_threads(int(os.environ.get("STORMPLUS_THREADS", "1")))
         lr = self.run_info["lr"]
         self.training = Training(self.workload, lambda t: self.stepper(t, lr), self.seed)
-        for target in self.workload.checkpoints:
+        journal = os.environ.get("STORMPLUS_ROWS") if self.workload.resumes else None
+        part = journal and part_file(journal, (self.workload.name, self.method, lr, self.seed))
+        if part and part.exists():
+            self.training.restore(part)
+        for target in self.workload.checkpoints[len(self.training.curve["samples"]) :]:
             self.training.advance(target)
             if not callback() or self.training.status == "diverged":
                 return
+            if part and target < self.workload.budget:
+                self.training.save(part)
 
     def get_next(self, stop_val: int) -> int:
         return stop_val + 1  # every checkpoint is measured
@@ -77,6 +84,7 @@ class StormSolver(TorchSolver):
 
     parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "norm": ["raw", "mean"]}
     default_lr = 1.0
+    price = 2
     optimizer: Callable[..., torch.optim.Optimizer]
 
     @property

@@ -6,6 +6,7 @@ MARS with its exact correction, and SVRG, are written from their papers.
 from __future__ import annotations
 
 import copy
+import math
 from abc import ABC, abstractmethod
 from typing import Any
 
@@ -32,6 +33,14 @@ class Stepper(ABC):
     def resume(self) -> None:  # noqa: B027 - most methods have nothing to put back
         """Go on after `result`."""
 
+    def state_dict(self) -> dict[str, Any] | None:
+        """All that the method needs to go on later; None if it cannot."""
+        return None
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from what `state_dict` gave."""
+        raise RuntimeError(f"{type(self).__name__} gives no state")
+
     @property
     @abstractmethod
     def state_mb(self) -> float:
@@ -47,6 +56,13 @@ class OneGradient(Stepper):
     def step(self, training: Training) -> None:
         training.gradient(training.draw())
         self.optimizer.step()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        found: dict[str, Any] = self.optimizer.state_dict()
+        return found
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.optimizer.load_state_dict(state)
 
     @property
     def state_mb(self) -> float:
@@ -100,6 +116,9 @@ class Averaged(OneGradient):
             raise Diverged(str(error)) from error
         self.averager.step()
 
+    def state_dict(self) -> dict[str, Any] | None:
+        return None  # the average is not in the optimizer's
+
     def result(self, training: Training) -> nn.Module:
         return training.model if training.evaluations == 0 else self.averager.averaged_model
 
@@ -110,27 +129,16 @@ class Averaged(OneGradient):
 
 
 class AtAverage(OneGradient):
-    """Untuned: its user validates and saves the average, between eval() and train()."""
+    """Untuned and Schedule-Free: the model to use is not the one that gradients are taken at.
 
-    def result(self, training: Training) -> nn.Module:
-        self.optimizer.eval()
-        return training.model
-
-    def resume(self) -> None:
-        self.optimizer.train()
-
-
-class ScheduleFree(OneGradient):
-    """Schedule-Free: the model to use is not the one that gradients are taken at.
-
-    Where there is BatchNorm its statistics are taken anew, as its documentation asks.
+    Where there is BatchNorm its statistics are taken anew, as both ask for.
     """
 
-    calibration = 50  # samples, as its documentation has it
+    calibration = 50  # samples, as Schedule-Free's documentation has it
 
-    def step(self, training: Training) -> None:
-        self.optimizer.train()
-        super().step(training)
+    def __init__(self, optimizer: Any) -> None:
+        super().__init__(optimizer)
+        optimizer.train()
 
     def result(self, training: Training) -> nn.Module:
         if training.evaluations == 0:
@@ -147,6 +155,38 @@ class ScheduleFree(OneGradient):
 
     def resume(self) -> None:
         self.optimizer.train()
+
+
+class Scheduled(OneGradient):
+    """A learning rate that rises in a line and falls as a cosine to zero at the end of the budget.
+
+    Args:
+        optimizer: Whose rate it is.
+        budget: Steps in all.
+        warmup: The share of them in which the rate rises.
+    """
+
+    def __init__(self, optimizer: Any, budget: int, warmup: float) -> None:
+        super().__init__(optimizer)
+        rising = round(warmup * budget)
+
+        def factor(step: int) -> float:
+            if step < rising:
+                return (step + 1) / rising
+            return (1 + math.cos(math.pi * (step - rising) / max(budget - rising, 1))) / 2
+
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
+
+    def step(self, training: Training) -> None:
+        super().step(training)
+        self.schedule.step()
+
+    def state_dict(self) -> dict[str, Any] | None:
+        return {"optimizer": super().state_dict(), "schedule": self.schedule.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["optimizer"])
+        self.schedule.load_state_dict(state["schedule"])
 
 
 class Mars(Stepper):

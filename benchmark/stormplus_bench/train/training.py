@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import platform
+import re
 import resource
 import time
 from collections.abc import Callable
@@ -15,8 +17,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from stormplus_bench.rows import CURVE
-from stormplus_bench.train.workload import Workload
+from stormplus import StormPlus
+from stormplus.files import named, write_whole
+from stormplus_bench.rows import CURVE, Key
+from stormplus_bench.train.estimator import QUANTITIES, quantities
+from stormplus_bench.train.workload import Network, Workload
 
 if TYPE_CHECKING:
     from stormplus_bench.train.steppers import Stepper
@@ -59,6 +64,24 @@ class Training:
         self.status = "done"
         self.curve: dict[str, list[float]] = {name: [] for name in CURVE}
         self.stepper = stepper(self)
+        optimizer = getattr(self.stepper, "optimizer", None)
+        self.watched = optimizer if workload.watches and isinstance(optimizer, StormPlus) else None
+        self.estimator: dict[str, list[float]] = {name: [] for name in QUANTITIES}
+
+    @property
+    def spent(self) -> int:
+        """Of the budget."""
+        return self.samples if self.workload.counts == "samples" else self.evaluations
+
+    @property
+    def price(self) -> int:
+        """What a step may spend of the budget."""
+        return 1 if self.workload.counts == "samples" else self.stepper.price
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What is trained: not every optimizer takes parameters that have no gradient."""
+        return [p for p in self.model.parameters() if p.requires_grad]
 
     def draw(self) -> Any:
         self.samples += 1
@@ -79,12 +102,12 @@ class Training:
         return loss.detach()
 
     def advance(self, target: int) -> None:
-        """Train until `target` gradient evaluations are spent, or the run diverges."""
+        """Train until `target` of the budget is spent, or the run diverges."""
         reset_peak_memory()
         start = time.perf_counter()
         try:
             # A step that would overspend is not taken.
-            while self.evaluations + self.stepper.price <= target:
+            while self.spent + self.price <= target:
                 self.stepper.step(self)
             if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
                 raise Diverged("parameters")
@@ -96,9 +119,9 @@ class Training:
     def require_whole(self) -> None:
         """Raise if the run was stopped from outside: it must not pass for a result."""
         budget = self.workload.budget
-        if self.status == "done" and self.evaluations + self.stepper.price <= budget:
+        if self.status == "done" and self.spent + self.price <= budget:
             raise RuntimeError(
-                f"stopped at {self.evaluations} of {budget} gradient evaluations: give benchopt "
+                f"stopped at {self.spent} of {budget} {self.workload.counts}: give benchopt "
                 "--no-timeout, or use `stormplus compare`, which does"
             )
 
@@ -110,6 +133,11 @@ class Training:
             values |= self.workload.measure(model)
             values["grad_norm"] = self.workload.full_grad_norm(model)
             self.stepper.resume()
+            if self.watched is not None:
+                assert isinstance(self.workload, Network)
+                seen = quantities(self.watched, self.model, self.workload)
+                for name, value in seen.items():
+                    self.estimator[name].append(value)
             if not math.isfinite(values["train_loss"]):
                 self.status = "diverged"
         if self.status == "diverged":
@@ -119,6 +147,49 @@ class Training:
         for name in CURVE:
             self.curve[name].append(float(values[name]))
         return values
+
+    def save(self, file: Path) -> None:
+        """Keep all that the run needs to go on from here, and the share that is done beside it."""
+        state = self.stepper.state_dict()
+        if state is None:
+            return
+        held = {name: getattr(self, name) for name in _KEPT}
+        file.parent.mkdir(parents=True, exist_ok=True)
+        half = file.with_suffix(".half")
+        with named(file):
+            torch.save({"model": self.model.state_dict(), "stepper": state, **held}, half)
+            os.replace(half, file)  # an interruption leaves the one before
+        write_whole(share_file(file), f"{self.spent / self.workload.budget:.4f}")
+
+    def restore(self, file: Path) -> None:
+        """Go on from what `save` has kept: the same numbers as without the interruption."""
+        held = torch.load(file, map_location=self.workload.device)
+        self.model.load_state_dict(held.pop("model"))
+        self.stepper.load_state_dict(held.pop("stepper"))
+        for name, value in held.items():
+            setattr(self, name, value)
+        for _ in range(self.samples):  # the stream depends on the seed alone
+            next(self._stream)
+
+
+_KEPT = ("evaluations", "samples", "seconds", "peak_memory_mb", "status", "curve", "estimator")
+
+
+def part_file(journal: str | os.PathLike[str], key: Key) -> Path:
+    """Where an unfinished run keeps its state, beside the journal."""
+    name = "-".join(map(str, key)).replace("+", "plus")
+    return Path(journal).with_suffix(".parts") / (re.sub(r"[^\w.]+", "-", name) + ".pt")
+
+
+def share_file(part: Path) -> Path:
+    """Where an unfinished run says which share of its budget is spent."""
+    return part.with_suffix(".share")
+
+
+def forget(part: Path) -> None:
+    """Remove what an unfinished run has kept: it has ended."""
+    part.unlink(missing_ok=True)
+    share_file(part).unlink(missing_ok=True)
 
 
 def peak_memory_mb() -> float:
@@ -143,7 +214,7 @@ def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
     """The record of a finished run for the journal; `run` says its method and rate."""
     workload = training.workload
     files = run.get("files", {}) | ({"workload": workload.version} if workload.version else {})
-    return {
+    row = {
         "workload": workload.name,
         **run,
         **({"files": files} if files else {}),
@@ -154,12 +225,17 @@ def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
         "measured": workload.measured,
         "peak_memory_mb": round(training.peak_memory_mb, 1),
         "state_mb": round(training.stepper.state_mb, 4),
-        "curve": {
-            name: [_short(value) for value in values] for name, values in training.curve.items()
-        },
+        "curve": _shortened(training.curve),
         "versions": {name: found for name in PACKAGES if (found := _version(name))},
         "machine": machine(workload.device),
     }
+    if training.watched is not None:
+        row["estimator"] = _shortened(training.estimator)
+    return row
+
+
+def _shortened(curves: dict[str, list[float]]) -> dict[str, list[float | int | None]]:
+    return {name: [_short(value) for value in values] for name, values in curves.items()}
 
 
 def _short(value: float) -> float | int | None:

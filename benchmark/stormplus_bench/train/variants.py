@@ -1,11 +1,14 @@
 """The optimizers that were tried on the way to `Untuned`: each differs from it in one respect.
 
-The code is meant to be read, not to be fast. docs/untuned.md has what the variants did.
+The code is meant to be read, not to be fast. docs/untuned.md has what the variants did. The method
+that `Untuned` was before, with four buffers, is here as well, and two methods with its
+formulas and a corrected estimator.
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,90 +17,20 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormplus import Untuned
-from stormplus.rules import (
-    Sums,
-    average_weight,
-    first_distance,
-    unit_weight,
-    untuned_gain,
-    untuned_step_size,
-)
+from stormplus import rules
+from stormplus.rules import INTERPOLATION, Sums, average_weight
 from stormplus_bench.train.steppers import AtAverage, Stepper, gradient_of
 from stormplus_bench.train.training import Training
 
 TINY = torch.finfo(torch.float32).tiny
+FAR = 1e300  # a bound that is none; infinity times False would be nan
 
 
-class PlainUntuned(torch.optim.Optimizer):
-    """`Untuned` in a few slow lines, with the places that the study changes as arguments.
-
-    Without arguments it takes the steps of `Untuned`.
-
-    Args:
-        params: As of any torch optimizer.
-        first_distance: r before any move, from the RMS of x_1.
-        unit_weight: The weight of the t-th squared gradient in s^2.
-        weighted: As in DoWG (Khaled, Mishchenko and Jin, 2023): eta = r_t^2 / sqrt(sum of r_i^2).
-        signal: Multiply the step by the share of d that is signal, <d_t, g_{t+1}> / |d_t|^2. The
-            product with a fresh gradient has the true gradient's product as its mean. Both are
-            divided by s, and averaged over some twenty steps.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        *,
-        first_distance: Callable[[float], float] = first_distance,
-        unit_weight: Callable[[int], float] = unit_weight,
-        weighted: bool = False,
-        signal: bool = False,
-    ) -> None:
-        super().__init__(params, {})
-        self.first_distance, self.unit_weight = first_distance, unit_weight
-        self.weighted, self.signal = weighted, signal
-        self.t, self.r, self.sum_r_sq = 0, 0.0, 0.0
-        self.product = self.square = 0.0  # means of <d, g> and of |d|^2, both over s
+class _WithAverage(torch.optim.Optimizer):
+    """An optimizer whose state has an "average" to hand out."""
 
     def parameters(self) -> list[Tensor]:
         return [x for group in self.param_groups for x in group["params"]]
-
-    @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step."""
-        loss = None if closure is None else torch.enable_grad()(closure)()
-        xs = self.parameters()
-        if self.t == 0:
-            for x in xs:
-                zeros = {name: torch.zeros_like(x) for name in ("estimator", "unit")}
-                self.state[x] = zeros | {name: x.clone() for name in ("origin", "average")}
-            self.r = self.first_distance(_rms(xs))
-        self.t += 1
-        share = self._share_of_signal() if self.signal else 1.0
-        a, b = untuned_gain(self.t), self.unit_weight(self.t)
-        for x in xs:
-            d, s, g = self.state[x]["estimator"], self.state[x]["unit"], gradient_of(x)
-            d.lerp_(g, a)
-            torch.hypot(s * (1 - b) ** 0.5, g * b**0.5, out=s)
-        self.r = max(self.r, _rms([x - self.state[x]["origin"] for x in xs]))
-        self.sum_r_sq += self.r**2
-        eta = untuned_step_size(self.r, self.t)
-        if self.weighted:
-            eta = self.r**2 / self.sum_r_sq**0.5
-        for x in xs:
-            d, s = self.state[x]["estimator"], self.state[x]["unit"]
-            x.sub_(d / s.clamp_min(TINY) * (share * eta))
-            self.state[x]["average"].lerp_(x, average_weight(self.t))
-        return loss
-
-    def _share_of_signal(self) -> float:
-        self.product, self.square = 0.95 * self.product, 0.95 * self.square
-        for x in self.parameters():
-            d, s = self.state[x]["estimator"], self.state[x]["unit"]
-            direction = d / s.clamp_min(1e-30)
-            self.product += 0.05 * float((direction * gradient_of(x)).sum())
-            self.square += 0.05 * float((direction * d).sum())
-        return min(max(self.product / self.square, 0.0), 1.0) if self.square > 0 else 1.0
 
     @torch.no_grad()
     def eval(self) -> None:
@@ -110,7 +43,138 @@ class PlainUntuned(torch.optim.Optimizer):
     def train(self) -> None:
         """Put the last iterate back."""
         for x, state in self.state.items():
-            x.copy_(state.pop("iterate"))
+            if "iterate" in state:
+                x.copy_(state.pop("iterate"))
+
+
+class PlainUntuned(_WithAverage):
+    """`Untuned` in a few slow lines, with the places that the study changes as arguments.
+
+    Without arguments it takes the steps of `Untuned`; but it measures the distance on every
+    coordinate, where that takes a sample of them.
+
+    Args:
+        params: As of any torch optimizer; all must have a gradient in every step.
+        ceiling: Whether r stays below the tensor's scale.
+        one_distance: Whether all tensors share one r, one scale and one count of steps: the root
+            mean squares over all coordinates.
+        unit_weight: The weight of the t-th squared gradient in s^2.
+        clamp: Between -clamp and clamp lies g / s.
+        bounded: Whether a step is at most a part of the tensor's scale, and of a coordinate r.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        *,
+        ceiling: bool = True,
+        one_distance: bool = False,
+        unit_weight: Callable[[int], float] = rules.unit_weight,
+        clamp: float = math.inf,
+        bounded: bool = True,
+    ) -> None:
+        super().__init__(params, {})
+        self.ceiling, self.one_distance, self.bounded = ceiling, one_distance, bounded
+        self.unit_weight, self.clamp = unit_weight, clamp
+        self.t = 0
+        self.scale: list[float] = []  # of each tensor, as are r and the steps that count
+        self.r: list[float] = []
+        self.counted: list[float] = []
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        ys = self.parameters()
+        if self.t == 0:
+            self._start(ys)
+        self.t += 1
+        w, c, b = self.unit_weight(self.t), average_weight(self.t), INTERPOLATION
+        squares, moved = [], []
+        for i, y in enumerate(ys):
+            state, g = self.state[y], gradient_of(y)
+            z, x, s = state["fast"], state["average"], state["unit"]
+            torch.hypot(s * (1 - w) ** 0.5, g * w**0.5, out=s)
+            u = (g / s.clamp_min(TINY)).clamp(-self.clamp, self.clamp)
+            bound = self.scale[i] if self.bounded else FAR
+            eta = rules.untuned_step_size(self.r[i], self.counted[i], bound)
+            limit = self.r[i] if self.bounded else math.inf
+            z.sub_((eta * u).clamp(-limit, limit))
+            x.lerp_(z, c)
+            y.copy_((1 - b) * z + b * x)
+            squares.append(_rms([u]))
+            moved.append(_rms([z - state["origin"]]))
+        for i, (square, distance) in enumerate(zip(self._shared(squares), self._shared(moved))):
+            self.counted[i] += rules.counted_step(square**2)
+            ceiling = self.scale[i] if self.ceiling else FAR
+            self.r[i] = rules.next_distance(self.r[i], distance, ceiling)
+        return loss
+
+    def _start(self, ys: list[Tensor]) -> None:
+        scale = []
+        for y in ys:
+            copies = {name: y.detach().clone() for name in ("fast", "average", "origin")}
+            self.state[y] = copies | {"unit": torch.zeros_like(y)}
+            natural = rules.natural_scale(y[0].numel() if y.ndim > 1 else y.numel())
+            scale.append(rules.distance_ceiling(_rms([y]), natural))
+        self.scale = self._shared(scale)
+        self.r = [rules.first_distance(size) for size in self.scale]
+        self.counted = [0.0] * len(ys)
+
+    def _shared(self, sizes: list[float]) -> list[float]:
+        """Root mean squares of the tensors, or for each the one of all their coordinates."""
+        if not self.one_distance:
+            return sizes
+        counts = [y.numel() for y in self.parameters()]
+        total = sum(n * size**2 for n, size in zip(counts, sizes))
+        return [math.sqrt(total / sum(counts))] * len(sizes)
+
+
+def first_distance(start: float) -> float:
+    """Of four buffers: r before any move, from the RMS of x_1; zeros tell no scale."""
+    return 0.01 * (start or 1.0)
+
+
+def forgetting(last: float, t: int) -> float:
+    """Of four buffers: the weight of the t-th value in a mean that comes to forget."""
+    return max(last, 1 / t)
+
+
+class FourBuffers(_WithAverage):
+    """What `Untuned` was before: an estimator d, one r for all tensors, no ceiling.
+
+    r    = the largest RMS of x - x_1 so far, from 0.01 RMS(x_1) on
+    s^2 <- mean of g^2 over the last hundred steps or so
+    d   <- d + a (g - d),  a = max(0.1, 1/t)
+    x   <- x - (r / sqrt(t)) d / s          handed out is the average of the x, as t^8
+    """
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+        self.t, self.r = 0, 0.0
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one step."""
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        xs = self.parameters()
+        if self.t == 0:
+            for x in xs:
+                zeros = {name: torch.zeros_like(x) for name in ("estimator", "unit")}
+                self.state[x] = zeros | {name: x.clone() for name in ("origin", "average")}
+            self.r = first_distance(_rms(xs))
+        self.t += 1
+        a, b = forgetting(0.1, self.t), forgetting(0.01, self.t)
+        for x in xs:
+            d, s, g = self.state[x]["estimator"], self.state[x]["unit"], gradient_of(x)
+            d.lerp_(g, a)
+            torch.hypot(s * (1 - b) ** 0.5, g * b**0.5, out=s)
+        self.r = max(self.r, _rms([x - self.state[x]["origin"] for x in xs]))
+        for x in xs:
+            d, s = self.state[x]["estimator"], self.state[x]["unit"]
+            x.sub_(d / s.clamp_min(TINY) * (self.r / self.t**0.5))
+            self.state[x]["average"].lerp_(x, average_weight(self.t))
+        return loss
 
 
 class Corrected(Stepper):
@@ -209,7 +273,7 @@ class CorrectedUnits(Corrected):
 
 
 class MeasuredGain(Corrected):
-    """A diagonal metric as in `Untuned`, and a gain that is measured.
+    """A diagonal metric, as with four buffers, and a gain that is measured.
 
     The innovation |d - g~|^2 is V + sigma^2, V the estimator's error; the drift |g - g~|^2 bounds
     what a move adds to V. The gain of least variance is (V + drift) / (V + drift + sigma^2), a
@@ -231,7 +295,7 @@ class MeasuredGain(Corrected):
         self.metric = [s + floor for s in unit]
         self.r = max(self.r, _rms(self._moved()))
         for x, d, p in zip(self.x, self.d, self.metric):
-            x.sub_(d / p, alpha=untuned_step_size(self.r, self.t - 1))
+            x.sub_(d / p, alpha=self.r / (self.t - 1) ** 0.5)
 
     def _learn(self, g: list[Tensor], g_tilde: list[Tensor]) -> None:
         if not g_tilde:
@@ -247,7 +311,7 @@ class MeasuredGain(Corrected):
         a = (self.v + self.drift) / (self.v + self.drift + noise + 1e-300)
         self.v = (1 - a) * (self.v + self.drift)
         self.d = [k + (1 - a) * (d - h) for k, d, h in zip(g, self.d, g_tilde)]
-        b = unit_weight(self.t)
+        b = forgetting(0.01, self.t)
         self.s_sq = [s_sq + b * (k * k - s_sq) for s_sq, k in zip(self.s_sq, g)]
 
 
@@ -263,16 +327,16 @@ def _rms(tensors: list[Tensor]) -> float:
 
 
 def _plain(**options: Any) -> Callable[[Training], Stepper]:
-    return lambda training: AtAverage(PlainUntuned(training.model.parameters(), **options))
+    return lambda training: AtAverage(PlainUntuned(training.parameters, **options))
 
 
 # By the names that the committed rows have.
 VARIANTS: dict[str, Callable[[Training], Stepper]] = {
-    "no average": lambda training: AtAverage(Untuned(training.model.parameters(), average=False)),
-    "distance as in DoWG": _plain(weighted=True),
-    "first distance x 10": _plain(first_distance=lambda start: 10 * first_distance(start)),
-    "longer memory of s": _plain(unit_weight=lambda t: max(0.001, 1 / t)),
-    "step times signal": _plain(signal=True),
+    "four buffers": lambda training: AtAverage(FourBuffers(training.parameters)),
+    "no ceiling": _plain(ceiling=False),
+    "one r for all tensors": _plain(one_distance=True),
+    "s over a hundred steps, clamped": _plain(unit_weight=lambda t: forgetting(0.01, t), clamp=5),
+    "no bound on a step": _plain(bounded=False),
     "corrected, s and r numbers": CorrectedUnits,
     "corrected, gain measured": MeasuredGain,
 }

@@ -27,13 +27,17 @@ class Workload(ABC):
 
     Attributes:
         name: As in every table and figure.
-        budget: Gradient evaluations of one mini-batch that a run may spend.
+        budget: Gradient evaluations of one mini-batch that a run may spend; if it `counts`
+            samples, the mini-batches that a run sees, whatever a method pays for one.
+        counts: "evaluations" or "samples".
         batch_size: Examples in a mini-batch.
         batches: Mini-batches in the whole training set: what a full gradient costs.
         batch_norm: Whether the model has running statistics.
         fractions: Of the budget, where the run is measured.
         measured: At most so many examples of each split are measured.
         version: Of the file that it is from, "" if it is the benchmark's own.
+        resumes: Whether a run keeps its state at every measurement, to go on from there.
+        watches: Whether runs of STORM+ measure the error of their estimator too.
     """
 
     name: str
@@ -45,6 +49,8 @@ class Workload(ABC):
     measured: int
     version = ""
     device = "cpu"
+    counts = "evaluations"
+    resumes = watches = False
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
@@ -72,7 +78,7 @@ class Workload(ABC):
 
     @property
     def checkpoints(self) -> list[int]:
-        """Numbers of gradient evaluations at which to measure, from 0 to the budget."""
+        """Where to measure, in what the budget counts, from 0 to the budget."""
         return sorted({round(fraction * self.budget) for fraction in self.fractions})
 
 
@@ -138,6 +144,7 @@ class Network(Workload):
         criterion: Loss of predictions and targets.
         classes: Whether targets are classes, so that an accuracy makes sense.
         full_grad: Whether a gradient over the measured examples is affordable.
+        augment: Changes stored training examples at random, with a generator.
     """
 
     measured = 2000
@@ -155,10 +162,11 @@ class Network(Workload):
         criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
         classes: bool = True,
         full_grad: bool = False,
+        augment: Callable[[Tensor, torch.Generator], Tensor] = lambda x, _: x,
     ) -> None:
         self.name, self.budget, self.batch_size = name, budget, batch_size
         self.make, self.train, self.valid = make, train, valid
-        self.prepare, self.criterion = prepare, criterion
+        self.prepare, self.criterion, self.augment = prepare, criterion, augment
         self.classes, self.full_grad = classes, full_grad
         self.batches = math.ceil(len(train[0]) / batch_size)
         self.measured = min(self.measured, len(train[0]))
@@ -180,7 +188,8 @@ class Network(Workload):
             order = torch.randperm(len(inputs), generator=generator)
             for chosen in order.split(self.batch_size):
                 if len(chosen) == min(self.batch_size, len(inputs)):
-                    yield self.prepare(inputs[chosen]), targets[chosen]
+                    changed = self.augment(inputs[chosen], generator)
+                    yield self.prepare(changed), targets[chosen]
 
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
         inputs, targets = (part.to(self.device) for part in sample)
@@ -223,6 +232,23 @@ class Network(Workload):
         model.zero_grad()
         model.train()
         return math.sqrt(square)
+
+    def batch_gradients(self, model: nn.Module, seed: int) -> Iterator[list[Tensor]]:
+        """The gradients of an epoch's mini-batches, all at the model as it is.
+
+        BatchNorm is in training mode, as a sample has it; its running statistics are put back.
+        Each list is that of `.grad`, until the next one.
+        """
+        buffers = [b.clone() for b in model.buffers()]
+        samples = self.samples(seed)
+        for _ in range(len(self.train[0]) // self.batch_size):
+            model.zero_grad()
+            self.loss(model, next(samples)).backward()
+            yield [p.grad for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        with torch.no_grad():
+            for b, saved in zip(model.buffers(), buffers):
+                b.copy_(saved)
 
     def _parts(self, examples: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
         inputs, targets = (part[: self.measured] for part in examples)

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from stormplus.install import how_to
 from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer, Untuned, same_sample, scaled_step
 
@@ -24,7 +25,7 @@ try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this integration needs accelerate: pip install 'stormplus[accelerate]'"
+        f"this integration needs accelerate: {how_to('accelerate')}"
     ) from error
 
 VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)

@@ -19,6 +19,7 @@ from typing import Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from stormplus.install import how_to
 from stormplus.integrations.untuned import ignore_lr
 from stormplus.torch import (
     PairedOptimizer,
@@ -63,9 +64,7 @@ def register_timm() -> None:
     try:
         from timm.optim._optim_factory import OptimInfo, default_registry
     except ModuleNotFoundError as error:  # of timm, or of torchvision, which its models import
-        raise ModuleNotFoundError(
-            f"timm cannot be imported ({error}): pip install 'stormplus[timm]'"
-        ) from error
+        raise ModuleNotFoundError(f"timm cannot be imported ({error}): {how_to('timm')}") from error
 
     known = default_registry.list_optimizers()
     for name, (kind, description) in OPTIMIZERS.items():
@@ -82,7 +81,7 @@ def register_pytorch_optimizer() -> None:
         from pytorch_optimizer.optimizer import OPTIMIZERS as registry
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "this function needs pytorch_optimizer: pip install 'stormplus[pytorch-optimizer]'"
+            f"this function needs pytorch_optimizer: {how_to('pytorch-optimizer')}"
         ) from error
 
     for name, (kind, _) in OPTIMIZERS.items():

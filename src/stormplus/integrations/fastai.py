@@ -14,6 +14,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
 from stormplus.integrations.untuned import FORGOTTEN, Average, ignore_lr
 from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
@@ -24,9 +25,7 @@ try:
     from fastai.learner import defaults
     from fastai.optimizer import OptimWrapper
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "this integration needs fastai: pip install 'stormplus[fastai]'"
-    ) from error
+    raise ModuleNotFoundError(f"this integration needs fastai: {how_to('fastai')}") from error
 
 # fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _REFUSED = {

@@ -19,17 +19,19 @@ from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
 from stormplus.integrations.replay import Replay
 from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer, Untuned
+from stormplus.versions import clip_gradients
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
     from transformers import Trainer, TrainerCallback
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this integration needs transformers and accelerate: pip install 'stormplus[huggingface]'"
+        f"this integration needs transformers and accelerate: {how_to('huggingface')}"
     ) from error
 
 VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -86,7 +88,7 @@ class StormPlusMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]
     def _process(self, model: Any) -> None:
         """What the trainer's loop does to the first gradient."""
         if self.args.max_grad_norm > 0:
-            self._clip_grad_norm(model)  # unscales too
+            clip_gradients(self, model)
         else:
             self.accelerator.unscale_gradients()
 

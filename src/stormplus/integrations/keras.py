@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
 from stormplus.integrations.untuned import Average, ignore_lr
 from stormplus.torch import (
@@ -36,7 +37,7 @@ try:
 except ModuleNotFoundError as error:  # of keras, or of the backend that it looks for
     raise ModuleNotFoundError(
         "this integration needs keras, and KERAS_BACKEND=torch in the environment before it is "
-        "imported: pip install 'stormplus[keras]'"
+        f"imported: {how_to('keras')}"
     ) from error
 
 if keras.backend.backend() != "torch":

@@ -16,6 +16,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
+from stormplus.install import how_to
 from stormplus.integrations.replay import Replay
 from stormplus.integrations.untuned import FORGOTTEN, Average
 from stormplus.torch import PairedOptimizer, Untuned
@@ -32,9 +33,7 @@ try:
     from lightning_utilities.core.rank_zero import rank_zero_warn
     from torchmetrics import Metric
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "this integration needs lightning: pip install 'stormplus[lightning]'"
-    ) from error
+    raise ModuleNotFoundError(f"this integration needs lightning: {how_to('lightning')}") from error
 
 CHECKPOINT_KEY = "stormplus"
 

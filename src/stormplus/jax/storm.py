@@ -213,7 +213,7 @@ def _paired(
         if params is None or not callable(grad_fn):
             raise TypeError(_HOW_TO_CALL.format(params=_given(params), grad_fn=_given(grad_fn)))
         layout = options.layout(params)
-        x, d = layout.x, layout.estimator(state.estimator)
+        x, d = layout.x, layout.buffer(state.estimator)
         handed_over = layout.gradient(updates, "the first argument of update()")
         g_tilde = options.gradient(layout, handed_over, x)
 

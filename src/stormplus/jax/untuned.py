@@ -1,22 +1,32 @@
 """`untuned`: its whole update, and the average of its iterates.
 
-| here                      | meaning                                                    |
-|---------------------------|------------------------------------------------------------|
-| `x`, `d`, `s`, `r`        | x_t; d, s, r of t - 1; with `_new`: x_{t+1}, d_t, s_t, r_t |
-| `a`, `b`                  | the weights of the t-th gradient in d, and in s^2          |
-| `eta`                     | eta_t, in units of s                                       |
+| here                      | meaning                                                        |
+|---------------------------|----------------------------------------------------------------|
+| `x`, `y`                  | the parameters; the same in full precision                     |
+| `e`, `s`, `r`             | the lead z - x, the unit, the distance; with `_new`: the next  |
+| `w`, `c`                  | the weights of the t-th gradient in s^2, of z in the average   |
+| `eta`                     | the step in units of s                                         |
+| `b`                       | how far y stands from z towards the average: `INTERPOLATION`   |
+
+Neither z nor the average is stored: docs/untuned.md and torch/untuned.py have the algebra.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax  # type: ignore[import-untyped, unused-ignore]
+from jax.sharding import NamedSharding, PartitionSpec
 
-from stormplus.jax.core.options import Number, NumberOrSchedule, Options, check_flag
+from stormplus import rules
+from stormplus.jax.core.options import Number, NumberOrSchedule, Options, check_number
 from stormplus.jax.core.trees import (
+    Layout,
     PyTree,
     TreeOrFunction,
     all_finite,
@@ -26,13 +36,10 @@ from stormplus.jax.core.trees import (
     sums_dtype,
     widened,
 )
-from stormplus.rules import (
-    average_weight,
-    first_distance,
-    unit_weight,
-    untuned_gain,
-    untuned_step_size,
-)
+from stormplus.rules import INTERPOLATION, Sum
+
+Parameters = ParamSpec("Parameters")
+Result = TypeVar("Result")
 
 
 class UntunedState(NamedTuple):
@@ -41,94 +48,109 @@ class UntunedState(NamedTuple):
     Attributes:
         step: t, the gradients used, and the moves made: what a schedule is evaluated at.
         skipped: Calls without effect, because the gradient was not finite.
-        distance: r_t. This and the next have shape () with scope "global", else one entry per
-            bucket.
-        step_size: eta_t = r_t / sqrt(t).
-        estimator: d_t, like the parameters but float32 or wider.
-        unit: s_t, like the estimator.
-        origin: x_1, of the parameters' dtype.
-        average: The average of x_2..x_{t+1}, like the estimator; None with average=False.
+        distance: r of the next step. This and the next three have one entry for each leaf.
+        ceiling: R, which r never exceeds.
+        step_size: eta of the last step.
+        counted: How many steps eta has seen: one that moved a part of the leaf counts as that part.
+        lead: z - x, the fast iterate less the average, like the parameters but float32 or wider,
+            or of `state_dtype`.
+        unit: s, like the lead.
+        origin: z_1, a sample of the coordinates of all leaves, one after another.
+        master: y in float32 where the parameters are narrower, and nothing elsewhere.
     """
 
     step: jax.Array
     skipped: jax.Array
     distance: jax.Array
+    ceiling: jax.Array
     step_size: jax.Array
-    estimator: PyTree
+    counted: Sum
+    lead: PyTree
     unit: PyTree
-    origin: PyTree
-    average: PyTree
+    origin: jax.Array
+    master: PyTree
 
 
-# The signature is written out: `optax.inject_hyperparams` reads it.
+def _without_lr(make: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
+    # `optax.inject_hyperparams` reads the signature: no `**others` may be in it.
+    @functools.wraps(make)
+    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+        rates = [f"{k}={kwargs[k]!r}" for k in ("lr", "learning_rate") if k in kwargs]
+        if args or rates:
+            raise TypeError(
+                "untuned has no learning rate: every leaf finds its step size from its own scale "
+                "and from how far it has come. Leave it out; factor= is for a schedule, or to "
+                f"slow some leaves down; got {', '.join([*map(repr, args), *rates])}"
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_without_lr
 def untuned(
-    lr: NumberOrSchedule = 1.0,
     *,
-    average: bool = True,
     weight_decay: Number = 0.0,
-    decoupled_weight_decay: bool = False,
     maximize: bool = False,
-    scope: str = "global",
-    groups: TreeOrFunction = None,
+    factor: NumberOrSchedule = 1.0,
+    state_dtype: Any = None,
     mask: TreeOrFunction = None,
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
-    """DoG's distance, RMSprop's unit and averaging: nothing to tune, one gradient per step.
+    """Nothing to tune, one gradient per step, Adam's memory.
 
-    Beyond the paper: STORM+'s estimator, with its second gradient, is not in it. The run
-    measures a distance r and a unit s, so that neither the scale of f nor the scale of x
-    changes its course:
+    Beyond the paper: it is made of DoG's distance, RMSprop's unit, Schedule-Free's interpolation
+    and an average; STORM+'s estimator, with its second gradient, is not in it. Every leaf has a
+    distance r and a ceiling R for it; with g the gradient, in each coordinate:
 
-        r_t = max(r_{t-1}, sqrt(|x_t - x_1|^2 / n)),   r_0 = 0.01 sqrt(|x_1|^2 / n)
-        d_t = d_{t-1} + a_t (g_t - d_{t-1}),           a_t = max(0.1, 1/t)
-        s_t^2 = (1 - b_t) s_{t-1}^2 + b_t g_t^2,       b_t = max(0.01, 1/t), elementwise
-        x_{t+1} = x_t - lr r_t / sqrt(t) d_t / s_t
+        s^2  <- mean of g^2 over about the last third of the run        the unit
+        z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
+        x    <- mean of z over about the last tenth of the run          the average
+        y     = 0.1 z + 0.9 x                                           the parameters
+        r    <- min(max(r, RMS of z - z_1), R)                          from a small part of R on
 
-    n is the number of elements that share r; r_0 is 0.01 where x_1 is zero, and 0/0 is 0.
+    R is the leaf's root mean square at the start, or one over the root of its inputs if that is
+    larger. A leaf is taken as (inputs, outputs), as JAX's layers have it: the last axis counts the
+    outputs. docs/untuned.md has the whole rule and the study behind it.
 
     It is an ordinary transformation, `tx.update(grads, state, params)`, to be put last in a
-    chain. The state is an `UntunedState`, with four buffers of the size of the parameters:
-    the estimator, the unit, the origin x_1 and the average, which `average=False` saves. A
-    gradient that is not finite has no effect but in `skipped`.
+    chain. The gradients are taken at y; `averaged(state, params)` is what to validate and to
+    keep. The state is an `UntunedState`, with two buffers of the size of the parameters, and a
+    third, in float32, for leaves in half precision. A gradient that is not finite has no effect
+    but in `skipped`.
 
-    The average is over the iterates after each call, with weights that grow like t^8, which
-    is about the last tenth of the run: see `averaged`. It never influences x.
+    There is no learning rate.
 
     Args:
-        lr: Multiplies the step. Leave it at 1.0: r grows by the steps, and a smaller factor
-            keeps it small. A number, or a schedule of the moves made before (0 at the first).
-        average: Whether to keep the average.
-        weight_decay: L2, part of the objective and so of g.
-        decoupled_weight_decay: Instead, `weight_decay x` is added to the direction d_t / s_t.
+        weight_decay: Decoupled, as AdamW's with the step size for its lr: a step takes this
+            times the step size off every weight. Leaves that start above their natural scale
+            have larger steps, and the same decay.
         maximize: Ascend: the gradients change sign, the weight decay does not.
-        scope: Which leaves share r: "global", "group", "tensor".
-        groups: As in `storm_plus`.
+        factor: Multiplies the steps: a number, or a schedule of the moves made before (0 at the
+            first). `optax.partition` gives some leaves one of their own.
+        state_dtype: jnp.bfloat16 keeps the two buffers in 16 bits, rounded at random so that
+            small changes count in the mean: half the memory. None: as the parameters, float32 at
+            least.
         mask: As in `storm_plus`.
         gradient_transform: As in `storm_plus`; a chain does the same.
     """
-    options = Options.of(locals())
-    check_flag("average", average)
+    if not callable(factor):
+        check_number("factor", factor, "1.0 is none; a schedule is a function")
+    if state_dtype is not None and state_dtype != jnp.bfloat16:
+        raise ValueError(f"state_dtype must be jnp.bfloat16 or None, got {state_dtype!r}")
+    options = Options(
+        lr=factor,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=True,
+        maximize=maximize,
+        scope="tensor",  # every leaf has its own numbers
+        groups=None,
+        mask=mask,
+        gradient_transform=gradient_transform,
+    )
 
     def init(params: PyTree) -> UntunedState:
-        layout = options.layout(params)
-
-        def zeros() -> PyTree:
-            leaves = [jnp.zeros_like(x_i, dtype=estimator_dtype(x_i)) for x_i in layout.x]
-            return layout.with_holes(leaves)
-
-        # Copies: a donated buffer must not occur twice.
-        origin = layout.with_holes(jnp.array(x_i, copy=True) for x_i in layout.x)
-        mean = (jnp.array(x_i, estimator_dtype(x_i), copy=True) for x_i in layout.x)
-        return UntunedState(
-            step=jnp.zeros((), jnp.int32),
-            skipped=jnp.zeros((), jnp.int32),
-            distance=first_distance(layout.rms(widened(layout.x))),
-            step_size=jnp.zeros(layout.shape, sums_dtype()),
-            estimator=zeros(),
-            unit=zeros(),
-            origin=origin,
-            average=layout.with_holes(mean) if average else None,
-        )
+        return _begin(options.layout(params), state_dtype)
 
     def update(
         updates: PyTree, state: UntunedState, params: PyTree | None = None, **extra_args: Any
@@ -140,69 +162,127 @@ def untuned(
                 "`tx.update(grads, state, params)`; got None as params"
             )
         layout = options.layout(params)
-        x, d, s = layout.x, layout.estimator(state.estimator), jax.tree.leaves(state.unit)
-        handed_over = layout.gradient(updates, "the first argument of update()")
-        g = options.gradient(layout, handed_over, x)
-        t = counted(state.step).astype(sums_dtype())
+        x = layout.x
+        e = [_like(e_i, x_i) for e_i, x_i in zip(layout.buffer(state.lead), x)]
+        s = [_like(s_i, x_i) for s_i, x_i in zip(jax.tree.leaves(state.unit), x)]
+        y = _full(x, jax.tree.leaves(state.master))
+        g = options.gradient(layout, layout.gradient(updates, "the first argument of update()"), x)
 
-        x_1 = jax.tree.leaves(state.origin)
-        away = [x_i - x_1_i for x_i, x_1_i in zip(widened(x), widened(x_1))]
-        r_new = jnp.maximum(state.distance, layout.rms(away))
-        eta = untuned_step_size(r_new, t)
-        d_new = [_mean(d_i, g_i, untuned_gain(t)) for d_i, g_i in zip(d, g)]
-        s_new = [_root_mean_square(s_i, g_i, unit_weight(t)) for s_i, g_i in zip(s, g)]
+        t_int = counted(state.step)
+        t = t_int.astype(sums_dtype())
+        r, ceiling, scale = state.distance, state.ceiling, options.lr_at(state.step)
+        eta = rules.untuned_step_size(r, state.counted.total, ceiling)
+        w = rules.unit_weight(t)
+        u = [_ratio(g_i, _root_mean_square(s_i, g_i, w)) for s_i, g_i in zip(s, g)]
+        mean_square = layout.square_norm(u, "mean")
 
-        # Beyond the paper: a gradient that is not finite has no effect.
-        finite = all_finite((g, r_new))
-        direction = [
-            _ratio(d_i, s_i) + decay_i
-            for d_i, s_i, decay_i in zip(d_new, s_new, options.decay(x, decoupled=True))
+        # Beyond the paper: a gradient that is not finite has no effect. Then u is not finite
+        # either, and else it is.
+        finite = all_finite(mean_square)
+
+        # Two passes, of which the second begins anew: what both would share, the compiler would
+        # keep, in buffers of the size of the parameters.
+        g, s, finite = _barrier((g, s, finite))
+        s_new = [jnp.where(finite, _root_mean_square(s_i, g_i, w), s_i) for s_i, g_i in zip(s, g)]
+        u = [_ratio(g_i, s_i) for g_i, s_i in zip(g, s_new)]
+        step = [
+            jnp.clip(alpha_i * u_i, -limit_i, limit_i)
+            for alpha_i, limit_i, u_i in zip(layout.each(scale * eta), layout.each(scale * r), u)
         ]
-        move = layout.with_zeros(
-            jnp.where(finite, -step_i * direction_i, 0).astype(x_i.dtype)
-            for step_i, direction_i, x_i in zip(
-                layout.each(options.lr_at(state.step) * eta), direction, x
-            )
-        )
-        x_new = layout.select(jax.tree.leaves(optax.apply_updates(params, move)))
+        if options.decays:
+            decay = rules.decay_factor(weight_decay, scale * eta, _natural(layout), ceiling)
+            step = [
+                step_i + decay_i * (y_i + INTERPOLATION * e_i)  # of z
+                for step_i, decay_i, y_i, e_i in zip(step, layout.each(decay), y, e)
+            ]
 
-        average_new = None
-        if state.average is not None:
-            pairs = zip(jax.tree.leaves(state.average), map(_rounded, x_new))
-            weight = average_weight(t)
-            average_new = layout.with_holes(
-                m + weight.astype(m.dtype) * (x_i - m) for m, x_i in pairs
-            )
+        # z <- z - step, x <- x + c (z - x), y <- (1 - b) z + b x, in terms of y and e = z - x.
+        b, c = INTERPOLATION, rules.average_weight(t)
+        m = [e_i - step_i for e_i, step_i in zip(e, step)]
+        move = [
+            (c + (1 - b) * (1 - c)).astype(m_i.dtype) * m_i - (1 - b) * e_i
+            for m_i, e_i in zip(m, e)
+        ]
+        e_new = [(1 - c).astype(m_i.dtype) * m_i for m_i in m]
+        if state_dtype is not None:
+            e_new = [_rounded_at_random(e_i, t_int, 0) for e_i in e_new]
+            s_new = [_rounded_at_random(s_i, t_int, 1) for s_i in s_new]
 
         def kept(new: Any, old: jax.Array) -> jax.Array:
             return jnp.where(finite, new, old).astype(old.dtype)
 
-        new = state._replace(
-            step=counted(state.step),
-            distance=r_new,
-            step_size=eta,
-            estimator=layout.with_holes(d_new),
-            unit=layout.with_holes(s_new),
-            average=average_new,
+        lead = layout.with_holes(e_new)
+        master = _masters(layout, [y_i + move_i for y_i, move_i in zip(y, move)])
+        lead, master = jax.tree.map(kept, (lead, master), (state.lead, state.master))
+        seen = layout.with_zeros(
+            jnp.where(finite, move_i, 0).astype(x_i.dtype)
+            for x_i, move_i in zip(x, _seen_moves(x, move, jax.tree.leaves(master)))
         )
-        state = jax.tree.map(kept, new, state)
-        return move, state._replace(skipped=counted(state.skipped, ~finite))
+
+        # Of what is handed back, not of what it is made from: that would have to be copied.
+        x_new = layout.select(jax.tree.leaves(optax.apply_updates(params, seen)))
+        z = [
+            _sample(y_i) + b * _sample(e_i).astype(y_i.dtype)
+            for y_i, e_i in zip(_full(x_new, jax.tree.leaves(master)), jax.tree.leaves(lead))
+        ]
+        moved = layout.rms([z_i - z_1_i for z_i, z_1_i in zip(z, _split(state.origin, z))])
+        new = state._replace(
+            step=t_int,
+            distance=rules.next_distance(r, moved, ceiling),
+            step_size=eta,
+            counted=state.counted.plus(rules.counted_step(mean_square)),
+        )
+        return seen, jax.tree.map(kept, new, state)._replace(
+            skipped=counted(state.skipped, ~finite),
+            lead=lead,
+            unit=layout.with_holes(s_new),
+            master=master,
+        )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+_barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
+
+
+def _begin(layout: Layout, state_dtype: Any) -> UntunedState:
+    y = widened(layout.x)
+
+    # Each call makes arrays of their own: a donated buffer must not occur twice.
+    def numbers() -> jax.Array:
+        return jnp.zeros(layout.shape, sums_dtype())
+
+    def buffer() -> PyTree:
+        return layout.with_holes(jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y)
+
+    ceiling = rules.distance_ceiling(layout.rms(y), _natural(layout))
+    return UntunedState(
+        step=jnp.zeros((), jnp.int32),
+        skipped=jnp.zeros((), jnp.int32),
+        distance=rules.first_distance(ceiling),
+        ceiling=ceiling,
+        step_size=numbers(),
+        counted=Sum(numbers(), numbers()),
+        lead=buffer(),
+        unit=buffer(),
+        origin=_joined([_sample(y_i) for y_i in y]),
+        master=_masters(layout, y),
+    )
+
+
 def averaged(state: PyTree, params: PyTree) -> PyTree:
-    """The averaged parameters, to evaluate or to keep; training goes on from `params`.
+    """The averaged parameters, to validate or to keep; training goes on from `params`.
 
     Args:
         state: The state of `untuned`, also inside the state of a chain or a wrapper.
-        params: The parameters: their dtypes are taken, and the leaves that are not optimised.
+        params: The parameters that belong to this state: the average is told from them.
 
     Returns:
-        A tree like `params`. Before the first step it is the parameters.
+        A tree like `params`. Before the first step it is the parameters; leaves that are not
+        optimised are theirs.
 
     Raises:
-        ValueError: There is no such state in `state`, or it was made with average=False.
+        ValueError: There is no such state in `state`.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, UntunedState))
     found = [node for node in nodes if isinstance(node, UntunedState)]
@@ -212,34 +292,152 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
             f"got none in {type(state).__name__}"
         )
     for one in found:
-        if one.average is None:
-            raise ValueError("there is no average: the state is of untuned(average=False)")
-        params = jax.tree.map(_averaged_leaf, one.average, params, is_leaf=is_hole)
+        params = jax.tree.map(_averaged_leaf, one.lead, one.master, params, is_leaf=is_hole)
     return params
 
 
-def _averaged_leaf(average: Any, p: Any) -> Any:
-    return p if is_hole(average) else average.astype(jnp.asarray(p).dtype)
+def _averaged_leaf(e: Any, master: Any, p: Any) -> Any:
+    if is_hole(e):
+        return p
+    x = jnp.asarray(p)
+    (y,) = _full([x], [] if is_hole(master) else [master])
+    return (y - (1 - INTERPOLATION) * e.astype(y.dtype)).astype(x.dtype)
 
 
-def _mean(d: jax.Array, g: jax.Array, a: jax.Array) -> jax.Array:
-    # d + a (g - d), in a form whose difference cannot overflow.
-    a = a.astype(d.dtype)
-    return (1 - a) * d + a * g
+def _natural(layout: Layout) -> jax.Array:
+    """The natural scale of each leaf."""
+    inputs = [x.size // max(x.shape[-1], 1) if x.ndim > 1 else x.size for x in layout.x]
+    return jnp.array([rules.natural_scale(n) for n in inputs], sums_dtype())
 
 
-def _root_mean_square(s: jax.Array, g: jax.Array, b: jax.Array) -> jax.Array:
+def _like(buffer: jax.Array, x: jax.Array) -> jax.Array:
+    """As the arithmetic wants it: a buffer may be narrower."""
+    return buffer.astype(estimator_dtype(x))
+
+
+def _root_mean_square(s: jax.Array, g: jax.Array, w: jax.Array) -> jax.Array:
     # The root is stored, not the square: 1e-20 and 1e20 have none in float32.
-    old, new = (1 - b).astype(s.dtype), b.astype(s.dtype)
+    old, new = (1 - w).astype(s.dtype), w.astype(s.dtype)
     return jnp.hypot(jnp.sqrt(old) * s, jnp.sqrt(new) * g)
 
 
-def _ratio(d: jax.Array, s: jax.Array) -> jax.Array:
+def _ratio(g: jax.Array, s: jax.Array) -> jax.Array:
     # 0/0 is 0: where no gradient has been, no step is made.
-    return jnp.where(s == 0, 0, d / jnp.where(s == 0, 1, s))
+    return jnp.where(s == 0, 0, g / jnp.where(s == 0, 1, s))
 
 
-def _rounded(x: jax.Array) -> jax.Array:
-    """Widened, and as x is: compiled, a sum just made would go on unrounded into the next."""
-    bits = jnp.finfo(x.dtype)  # type: ignore[no-untyped-call, unused-ignore]
-    return jax.lax.reduce_precision(x.astype(estimator_dtype(x)), bits.nexp, bits.nmant)
+# -- half precision --------------------------------------------------------------------------
+
+
+def _narrow(x: jax.Array) -> bool:
+    return estimator_dtype(x) != x.dtype
+
+
+def _masters(layout: Layout, y: Sequence[jax.Array]) -> PyTree:
+    """The tree of y where the parameters are too narrow to hold it, and of holes elsewhere."""
+    pairs = zip(layout.x, y)
+    return layout.with_holes(y_i if _narrow(x_i) else optax.MaskedNode() for x_i, y_i in pairs)
+
+
+def _full(x: Sequence[jax.Array], masters: Sequence[jax.Array]) -> list[jax.Array]:
+    """y: the parameters, or their masters, where those still round to them."""
+    rest = iter(masters)
+    y = widened(x)
+    for i, x_i in enumerate(x):
+        if _narrow(x_i):
+            master = next(rest)
+            y[i] = jnp.where(_rounded(master, x_i.dtype) == y[i], master, y[i])
+    return y
+
+
+def _seen_moves(
+    x: Sequence[jax.Array], move: Sequence[jax.Array], masters: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The moves of the parameters: to what they can hold of y, where that is not y itself."""
+    rest = iter(masters)
+    return [
+        _rounded(next(rest), x_i.dtype) - x_i.astype(move_i.dtype) if _narrow(x_i) else move_i
+        for x_i, move_i in zip(x, move)
+    ]
+
+
+def _rounded(y: jax.Array, dtype: Any) -> jax.Array:
+    """The nearest number of a narrower dtype, in y's own.
+
+    Not by a cast there and back: a compiler may leave out such a pair.
+    """
+    bits = jnp.finfo(dtype)  # type: ignore[no-untyped-call, unused-ignore]
+    rounded = jax.lax.reduce_precision(y, bits.nexp, bits.nmant)
+    if bits.nexp >= 8:
+        return rounded
+    # `reduce_precision` makes zeros of subnormal numbers, which in float16 begin at 6e-5.
+    grain = float(bits.smallest_subnormal)
+    return jnp.where(jnp.abs(y) < float(bits.tiny), jnp.round(y / grain) * grain, rounded)
+
+
+def _rounded_at_random(v: jax.Array, t: jax.Array, which: int) -> jax.Array:
+    """V in bfloat16, up or down with the odds that make it right in the mean.
+
+    As in torch/untuned.py: the odds are drawn from the step and the place of the element, and from
+    no stream, so that a run that is resumed goes on as it would have.
+    """
+    key = _mixed(2 * t.astype(jnp.uint32) + jnp.uint32(which))
+    odds = _mixed(_mixed(_places(v)) ^ key) & jnp.uint32(0xFFFF)
+    v = v.astype(jnp.float32)
+    bits = jax.lax.bitcast_convert_type(v, jnp.uint32)
+    rounded = jax.lax.bitcast_convert_type((bits + odds) & jnp.uint32(0xFFFF0000), jnp.float32)
+    # Exactly `rounded`, with the derivative of v.
+    return (v + jax.lax.stop_gradient(rounded - v)).astype(jnp.bfloat16)
+
+
+def _places(v: jax.Array) -> jax.Array:
+    """The place of each element in the flattened leaf, modulo 2^32."""
+    places = jnp.zeros(v.shape, jnp.uint32)
+    for axis in range(v.ndim):
+        below = int(np.prod(v.shape[axis + 1 :], dtype=object)) % 2**32
+        places += jnp.uint32(below) * jax.lax.broadcasted_iota(jnp.uint32, v.shape, axis)
+    return places
+
+
+def _mixed(n: jax.Array) -> jax.Array:
+    """Scatter 32 bits: neighbours come out far apart."""
+    n = (n ^ (n >> 16)) * jnp.uint32(0x21F0AAAD)
+    n = (n ^ (n >> 15)) * jnp.uint32(0x735A2D97)
+    return n ^ (n >> 15)
+
+
+# -- the sample ------------------------------------------------------------------------------
+
+
+_WHOLE = PartitionSpec(None)  # type: ignore[no-untyped-call, unused-ignore]
+
+
+def _sample(leaf: jax.Array) -> jax.Array:
+    """Every k-th coordinate of the flattened leaf, k by `rules.sample_stride`, whole everywhere.
+
+    By their indices: a leaf that is sharded is not flattened for them.
+    """
+    leaf = leaf if leaf.ndim else leaf[None]
+    sharding = jax.typeof(leaf).sharding
+    # On a mesh with explicit axes the outcome's sharding must be said.
+    whole = NamedSharding(sharding.mesh, _WHOLE) if any(sharding.spec) else None
+    return leaf.at[_coordinates(leaf.shape)].get(out_sharding=whole)
+
+
+@functools.lru_cache(maxsize=1024)
+def _coordinates(shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], ...]:
+    size = int(np.prod(shape, dtype=object))
+    places = np.arange(0, size, rules.sample_stride(size))
+    return tuple(index.astype(np.int32) for index in np.unravel_index(places, shape))
+
+
+def _joined(samples: Sequence[jax.Array]) -> jax.Array:
+    # One array, not a tree like the parameters: it has neither their shapes nor their sharding.
+    if not samples:
+        return jnp.zeros(0, sums_dtype())
+    return jnp.concatenate(samples)
+
+
+def _split(joined: jax.Array, like: Sequence[jax.Array]) -> list[jax.Array]:
+    ends = np.cumsum([leaf.size for leaf in like])
+    return [joined[end - v.size : end].astype(v.dtype) for end, v in zip(ends.tolist(), like)]

@@ -1,11 +1,11 @@
 """The optimizers for PyTorch."""
 
+from stormplus.install import how_to
+
 try:
     import torch as torch
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "the PyTorch optimizers need torch: pip install 'stormplus[torch]'"
-    ) from error
+    raise ModuleNotFoundError(f"the PyTorch optimizers need torch: {how_to('torch')}") from error
 
 from stormplus.torch.batchnorm import recalibrate as recalibrate
 from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer

@@ -8,14 +8,15 @@ STORM+'s corrected estimator is not in it: docs/untuned.md has the study behind 
 
 from __future__ import annotations
 
+import math
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
+from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
 
 from stormplus import rules
 from stormplus.rules import INTERPOLATION
@@ -23,6 +24,7 @@ from stormplus.torch.core.base import BaseOptimizer
 from stormplus.torch.core.kernels import (
     CHUNK,
     NATIVE,
+    NativeUntuned,
     finite_or_nan,
     split,
     square_norm,
@@ -170,11 +172,12 @@ class Untuned(BaseOptimizer):
             self._compare_with_saved(lots)
         if any(lot.joining for lot in lots):
             self._start(lots, layout)
-        table = self._decide(layout, np.concatenate([lot.rows for lot in lots]))
+        rows = lots[0].rows if len(lots) == 1 else np.concatenate([lot.rows for lot in lots])
+        table = self._decide(layout, rows)
         totals = Totals(2, roster, self._run["step"])
         for lot in lots:
             lot.descend(table, totals.table(lot.process_groups, lot.device))
-        self._measure(layout, lots, totals.sum())
+        self._measure(layout, rows, totals.sum())
         self._run["grad_evaluations"] += 1
         self._opt_called = True  # what lr_scheduler looks for before it warns
         self._tell("after_step")
@@ -185,42 +188,39 @@ class Untuned(BaseOptimizer):
         Returns:
             A column of coefficients for each tensor, in the order that `_COEFFICIENTS` names.
         """
-        run = {name: self._run[name].cpu().numpy() for name in self._numbers}  # waits, once
+        run = layout.numbers(self._run, tuple(self._numbers))
         t = run["step"] + 1
         counted = run["counted"] + rules.counted_step(run["mean_square"])
         r = rules.next_distance(run["distance"], run["moved"], run["ceiling"])
         eta = rules.untuned_step_size(r, counted, run["ceiling"])
         finite = np.isfinite(run["moved"] + eta)
-        if not finite[rows].all():
+        if not finite.all() and not finite[rows].all():
             self._tell("failed")
             bad = self.parameters()[rows[~finite[rows]][0]]
             raise FloatingPointError(
                 f"{name_of(self.param_groups, bad)} is not finite, or too far from where it "
                 "began to be measured; nothing has moved: go back to the last checkpoint"
             )
+        # Who has no gradient stays as it is.
+        at = slice(None) if len(rows) == len(t) else rows
         new = {"step": t, "counted": counted, "distance": r, "step_size": eta}
-        if len(rows) < len(t):  # who has no gradient stays as it is
-            here = np.isin(np.arange(len(t)), rows)
-            new = {name: np.where(here, value, run[name]) for name, value in new.items()}
         for name, value in new.items():
-            self._run[name] = torch.from_numpy(value).to(self._run[name], non_blocking=True)
-        lr, weight_decay, sign = layout.options()
-        alpha, ceiling = lr * eta, np.where(run["ceiling"] > 0, run["ceiling"], 1)
-        decay = rules.decay_factor(weight_decay, alpha, layout.natural, ceiling)
-        return np.stack(
-            [alpha, lr * r, decay, rules.unit_weight(t), rules.average_weight(t), sign, t]
-        )
+            run[name][at] = value[at]
+        layout.write(self._run, run, new)
+        lr, decay, sign = layout.options()
+        alpha = lr * eta
+        if layout.decays:
+            ceiling = np.where(run["ceiling"] > 0, run["ceiling"], 1)
+            decay = rules.decay_factor(decay, alpha, layout.natural, ceiling)
+        w, c = rules.unit_weight(t), rules.average_weight(t)
+        return np.array((alpha, lr * r, decay, w, c, sign, t))
 
-    def _measure(self, layout: _Layout, lots: list[_Lot], sums: Tensor) -> None:
+    def _measure(self, layout: _Layout, rows: Rows, sums: Tensor) -> None:
         """Keep what this step has measured: the mean of (g / s)^2, and how far z has come."""
         sizes, counts = layout.sizes_like(sums)
-        measured = {"mean_square": sums[0] / sizes, "moved": (sums[1] / counts).sqrt()}
-        if sum(len(lot.rows) for lot in lots) < len(sizes):
-            here = torch.zeros(len(sizes), dtype=torch.bool, device=sums.device)
-            for lot in lots:
-                here[torch.from_numpy(lot.rows).to(sums.device)] = True
-            measured = {k: torch.where(here, v, self._run[k]) for k, v in measured.items()}
-        self._run.update(measured)
+        at = slice(None) if len(rows) == len(sizes) else torch.from_numpy(rows).to(sums.device)
+        self._run["mean_square"][at] = (sums[0] / sizes)[at]
+        self._run["moved"][at] = (sums[1] / counts).sqrt_()[at]
 
     def _start(self, lots: list[_Lot], layout: _Layout) -> None:
         """Tensors that get their first gradient begin where they are."""
@@ -247,10 +247,14 @@ class Untuned(BaseOptimizer):
             item.state["joined"] = JOINED
 
     def _probe(self, lots: list[_Lot], layout: _Layout) -> None:
-        totals = Totals(1, layout.roster, self._run["step"])
-        for lot in lots:
-            totals.table(lot.process_groups, lot.device)[0, lot.rows[0]] += lot.probe()
-        if not bool(torch.isfinite(totals.sum()).all()):  # waits for the device
+        if len(lots) == 1 and not lots[0].process_groups:
+            found = lots[0].probe()
+        else:
+            totals = Totals(1, layout.roster, self._run["step"])
+            for lot in lots:
+                totals.table(lot.process_groups, lot.device)[0, lot.rows[0]] += lot.probe()
+            found = totals.sum().sum()
+        if not math.isfinite(found):  # waits for the device
             self._tell("failed")
             raise FloatingPointError(
                 f"{blame(self.param_groups)}; nothing has moved: go on with another sample"
@@ -361,6 +365,9 @@ class _Layout:
         self.sizes, self._counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
         self._groups: list[dict[str, Any] | None] = [None] * rows
         self._samples: dict[int, _Sample] = {}
+        self._kept: _Lot | None = None
+        self._views: tuple[Tensor, dict[str, Numbers]] | None = None
+        self._known: tuple[Any, ...] = ()
         self._on_device: tuple[Tensor, Tensor] | None = None
         for member in roster.members:
             p, row = member.p, member.bucket
@@ -369,9 +376,14 @@ class _Layout:
             outputs = p.shape[0] if p.ndim + p.is_complex() > 1 else 1
             self.natural[row] = rules.natural_scale(sample.size // max(outputs, 1))
             self._groups[row] = member.group
+        self._distinct = list(
+            {id(member.group): member.group for member in roster.members}.values()
+        )
 
     def lots(self) -> list[_Lot]:
         """The tensors that have a gradient, by what a pass must know of all of them."""
+        if self._kept is not None and self._kept.take_gradients():
+            return [self._kept]
         found: dict[Any, _Lot] = {}
         for member, g, joining in self.roster.present():
             if g is None or member.p.numel() == 0:
@@ -383,13 +395,39 @@ class _Layout:
             found[key].take(member, item, self._samples[member.bucket], joining=joining)
         for lot in found.values():
             lot.rows = np.array(lot.rows)
-        return list(found.values())
+        lots = list(found.values())
+        self._kept = lots[0] if len(lots) == 1 and lots[0].lasts(len(self.roster.members)) else None
+        return lots
+
+    def numbers(self, run: State, names: tuple[str, ...]) -> dict[str, Numbers]:
+        """The numbers of the run on the host; on the CPU they are the run's own memory."""
+        if run["step"].device.type != "cpu":
+            table = torch.stack([run[name] for name in names]).cpu().numpy()  # waits, once
+            return dict(zip(names, table.astype(np.float64)))
+        if self._views is None or self._views[0] is not run["step"]:
+            self._views = run["step"], {name: run[name].numpy() for name in names}
+        return self._views[1]
+
+    def write(self, run: State, numbers: dict[str, Numbers], names: Iterable[str]) -> None:
+        """Bring numbers back to where the run has them."""
+        if run["step"].device.type != "cpu":
+            for name in names:
+                run[name] = torch.from_numpy(numbers[name]).to(run[name], non_blocking=True)
+
+    @property
+    def decays(self) -> bool:
+        """Whether a tensor has weight decay, by the last `options`."""
+        return any(decay for _, decay, _ in self._known)
 
     def options(self) -> tuple[Numbers, Numbers, Numbers]:
         """Of each tensor: the factor on its steps, its weight decay, and -1 to maximize."""
-        of = {id(group): _options(group) for group in self._groups if group is not None}
-        rows = [(1.0, 0.0, 1.0) if group is None else of[id(group)] for group in self._groups]
-        lr, weight_decay, sign = np.array(rows).T
+        known = tuple(map(_options, self._distinct))
+        if known != self._known:
+            self._known = known
+            of = {id(group): option for group, option in zip(self._distinct, known)}
+            rows = [of.get(id(group), (1.0, 0.0, 1.0)) for group in self._groups]
+            self._options = np.array(rows).T.copy()
+        lr, weight_decay, sign = self._options
         return lr, weight_decay, sign
 
     def sizes_like(self, sums: Tensor) -> tuple[Tensor, Tensor]:
@@ -468,21 +506,57 @@ class _Lot:
     def __init__(self, process_groups: Groups, device: torch.device, dtype: torch.dtype) -> None:
         self.process_groups, self.device, self.dtype = process_groups, device, dtype
         self.rows: Any = []
+        self.params: list[Tensor] = []
         self.items: list[Item] = []
         self.samples: list[_Sample] = []
         self.joining: list[int] = []
+        self._plan: tuple[list[int], NativeUntuned | None, list[int]] | None = None
+
+    def lasts(self, rows: int) -> bool:
+        """Whether it can be used again: all tensors, and none that changes by itself."""
+        return (
+            len(self.rows) == rows == len(self._prepared()[0])
+            and not self.process_groups
+            and not self.joining
+            and all(type(p) in (Tensor, nn.Parameter) for p in self.params)
+        )
+
+    def take_gradients(self) -> bool:
+        """Take the new gradients, if nothing else has changed."""
+        items = self.items
+        for i, p in enumerate(self.params):
+            x, old, buffers, state = items[i]
+            g = p.grad
+            if (
+                g is None
+                or old is None
+                or g.dtype != x.dtype
+                or g.stride() != old.stride()
+                or p.data_ptr() != x.data_ptr()
+                or state["lead"] is not buffers[0]
+                or state["unit"] is not buffers[1]
+                or type(g) is not Tensor
+            ):
+                return False
+            if g is not old:
+                items[i] = Item(x, g.detach() if g.requires_grad else g, buffers, state)
+        return not torch._C._len_torch_dispatch_stack()
 
     def take(self, member: Member, item: Item, sample: _Sample, *, joining: bool) -> None:
         """Add a tensor."""
         if joining:
             self.joining.append(len(self.items))
         self.rows.append(member.bucket)
+        self.params.append(member.p)
         self.items.append(item)
         self.samples.append(sample)
 
-    def probe(self) -> Tensor:
+    def probe(self) -> Tensor | float:
         """0 if the gradients are finite, else nan."""
-        return finite_or_nan([item.g for item in self.items if item.g is not None], self.device)
+        gs = [item.g for item in self.items if item.g is not None]
+        if self._plan is not None and self._plan[1] is not None and len(self._plan[0]) == len(gs):
+            return 0.0 if self._plan[1].finite(gs) else math.nan
+        return finite_or_nan(gs, self.device)
 
     def descend(self, table: Numbers, out: Tensor) -> None:
         """One step of every tensor.
@@ -492,25 +566,35 @@ class _Lot:
             out: A table with a column for each tensor, to which are added the sum of (g / s)^2 and
                 |z - z_1|^2 over the sample.
         """
-        numbers = table if len(self.rows) == table.shape[1] else table[:, self.rows]
-        native = [suits_untuned(item) for item in self.items]
-        measured = [fits and sample.regular for fits, sample in zip(native, self.samples)]
-        if NATIVE is not None and any(native):
-            taken = [i for i, fits in enumerate(native) if fits]
-            sums = np.zeros((2, len(taken)))
-            NATIVE.untuned(
-                [self.items[i] for i in taken],
-                [self.samples[i].stride if measured[i] else 0 for i in taken],
-                numbers if len(taken) == len(native) else numbers[:, taken],
-                sums,
-            )
-            out[:, self.rows[taken]] += torch.from_numpy(sums)
-        rest = [i for i, fits in enumerate(native) if not fits]
+        rows = len(self.rows)
+        numbers = table if rows == table.shape[1] else np.ascontiguousarray(table[:, self.rows])
+        taken, native, measured = self._prepared()
+        if native is not None:
+            gs = [self.items[i].g for i in taken]
+            if len(taken) == rows == out.shape[1] and out.device.type == "cpu":
+                native(gs, numbers, out.numpy())
+            else:
+                sums = np.zeros((2, len(taken)))
+                native(gs, np.ascontiguousarray(numbers[:, taken]), sums)
+                out[:, self.rows[taken]] += torch.from_numpy(sums)
+        rest = [i for i in range(rows) if i not in taken] if len(taken) < rows else []
         for chunks in _lists(self.items, rest, self.device) if rest else ():
             for (i, _, _), square in zip(chunks, _descend(chunks, numbers)):
                 out[0, self.rows[i]] += square
-        for i in (i for i, done in enumerate(measured) if not done):
+        for i in (i for i in range(rows) if i not in measured) if len(measured) < rows else ():
             out[1, self.rows[i]] += self.samples[i].square_distance(self.items[i])
+
+    def _prepared(self) -> tuple[list[int], NativeUntuned | None, list[int]]:
+        """What goes the native way, its pass, and whose distance is measured on that way."""
+        if self._plan is None:
+            taken = [i for i, item in enumerate(self.items) if suits_untuned(item)]
+            measured = [i for i in taken if self.samples[i].regular]
+            native = None
+            if NATIVE is not None and taken:
+                strides = [self.samples[i].stride if i in measured else 0 for i in taken]
+                native = NativeUntuned(NATIVE, [self.items[i] for i in taken], strides)
+            self._plan = taken, native, measured
+        return self._plan
 
 
 # -- one pass ------------------------------------------------------------------------------------

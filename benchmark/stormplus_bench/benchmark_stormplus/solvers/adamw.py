@@ -14,4 +14,4 @@ class Solver(TorchSolver):
     default_lr = 1e-3
 
     def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(AdamW(training.model.parameters(), lr=lr))
+        return OneGradient(AdamW(training.parameters, lr=lr))

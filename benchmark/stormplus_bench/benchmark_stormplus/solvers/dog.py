@@ -18,5 +18,5 @@ class Solver(TorchSolver):
 
     def stepper(self, training: Training, lr: float) -> Stepper:
         reps_rel = 1e-4 if training.workload.batch_norm else 1e-6
-        optimizer = DoG(training.model.parameters(), lr=lr, reps_rel=reps_rel)
+        optimizer = DoG(training.parameters, lr=lr, reps_rel=reps_rel)
         return Averaged(optimizer, PolynomialDecayAverager(training.model))

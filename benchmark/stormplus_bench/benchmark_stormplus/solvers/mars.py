@@ -10,6 +10,7 @@ class Solver(TorchSolver):
     label = "MARS"
     requirements = ["pip::stormplus-bench"]
     default_lr = 3e-3
+    price = 2
 
     def stepper(self, training: Training, lr: float) -> Stepper:
         return Mars(training.model, lr)

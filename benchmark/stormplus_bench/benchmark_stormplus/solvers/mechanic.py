@@ -15,4 +15,4 @@ class Solver(TorchSolver):
     default_lr = 1.0
 
     def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(mechanize(AdamW)(training.model.parameters(), lr=lr))
+        return OneGradient(mechanize(AdamW)(training.parameters, lr=lr))

@@ -1,17 +1,26 @@
 from schedulefree import AdamWScheduleFree
 
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import ScheduleFree, Stepper
+from stormplus_bench.train.steppers import AtAverage, Stepper
 from stormplus_bench.train.training import Training
 
 
 class Solver(TorchSolver):
-    """Schedule-Free AdamW (Defazio et al. 2024)."""
+    """Schedule-Free AdamW (Defazio et al. 2024).
+
+    `warmup` is the share of the budget in which its rate rises, by an option of its own.
+    """
 
     name = "schedule-free"
     label = "Schedule-Free"
     requirements = ["pip::stormplus-bench"]
+    parameters = {"lr": [None], "warmup": [0.0]}
     default_lr = 0.0025
 
+    @property
+    def method(self) -> str:
+        return f"{self.label} warm-up" if self.warmup else self.label
+
     def stepper(self, training: Training, lr: float) -> Stepper:
-        return ScheduleFree(AdamWScheduleFree(training.model.parameters(), lr=lr))
+        rising = round(self.warmup * training.workload.budget)
+        return AtAverage(AdamWScheduleFree(training.parameters, lr=lr, warmup_steps=rising))

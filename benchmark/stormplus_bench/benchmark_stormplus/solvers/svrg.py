@@ -14,6 +14,7 @@ class Solver(TorchSolver):
     label = "SVRG"
     requirements = ["pip::stormplus-bench"]
     default_lr = 0.1
+    price = 2
 
     def applies(self, workload: Workload) -> tuple[bool, str | None]:
         if workload.batches * 4 > workload.budget:

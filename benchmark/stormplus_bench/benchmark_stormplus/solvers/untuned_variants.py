@@ -5,15 +5,12 @@ from stormplus_bench.train.variants import VARIANTS
 
 
 class Solver(TorchSolver):
-    """Untuned with one thing changed: the study in docs/untuned.md.
-
-    `label` and `variant` make the names that the committed rows have.
-    """
+    """Untuned with one thing changed: the study in docs/untuned.md."""
 
     name = "untuned-variants"
-    label = "units"
+    label = "Untuned"
     requirements = ["pip::stormplus-bench"]
-    parameters = {"lr": [None], "variant": ["no average"]}
+    parameters = {"lr": [None], "variant": ["four buffers"]}
     default_lr = 1.0
 
     @property

@@ -63,10 +63,14 @@ class Options:
         """The lr of the next move, after `moves` of them."""
         return self.lr(moves) if callable(self.lr) else self.lr
 
+    @property
+    def decays(self) -> bool:
+        """Whether there may be weight decay: an array may be traced, and is not looked at."""
+        return isinstance(self.weight_decay, jax.Array) or self.weight_decay != 0
+
     def decay(self, x: list[jax.Array], *, decoupled: bool) -> list[Any]:
         """`weight_decay` times x, of the kind asked for; zeros where there is none."""
-        none = not isinstance(self.weight_decay, jax.Array) and self.weight_decay == 0
-        if none or self.decoupled_weight_decay != decoupled:
+        if not self.decays or self.decoupled_weight_decay != decoupled:
             return [0.0] * len(x)
         return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in widened(x)]
 

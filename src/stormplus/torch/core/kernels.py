@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from stormplus.torch.core.tensors import Bundle, Item
+from stormplus.versions import increment_version
 
 # 2^19 float32 elements are 2 MB: a chunk and its temporaries stay in the cache.
 CHUNK = 1 << 19
@@ -396,6 +397,7 @@ class Native:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
+        self._functions: dict[tuple[str, torch.dtype], Any] = {}
 
     def probe(self, bundle: Bundle, out: Tensor) -> None:
         taken, rest = _laid_out_alike(bundle)
@@ -409,7 +411,7 @@ class Native:
         numbers = (alpha.item(), bundle.sign, bundle.l2, bundle.decoupled)
         self._call("move", taken, *_streams(taken), *map(ctypes.c_double, numbers))
         if taken.items:  # autograd has not seen it
-            torch.autograd.graph.increment_version([item.x for item in taken.items])
+            increment_version([item.x for item in taken.items])
         PLAIN.move(rest, alpha)
 
     def estimate(
@@ -426,36 +428,6 @@ class Native:
         """Whether all numbers are; the tensors are dense and of one dtype."""
         return self._run("probe", tensors, _pointers(tensors)) == 0
 
-    def untuned(
-        self,
-        items: list[Item],
-        strides: list[int],
-        numbers: npt.NDArray[np.float64],
-        out: npt.NDArray[np.float64],
-    ) -> None:
-        """One step of `Untuned`: the whole of it, on tensors that `suits_untuned` has approved.
-
-        Args:
-            items: The tensors.
-            strides: Every how many elements the distance is measured; 0 for not at all.
-            numbers: The coefficients, a column for each tensor.
-            out: Two sums for each tensor.
-        """
-        streams: list[Sequence[Tensor | None]] = [[item.x for item in items]]
-        streams.append([item.g for item in items])
-        streams += [[item.buffers[k] for item in items] for k in range(3)]
-        streams.append([item.buffers[3] if len(item.buffers) > 3 else None for item in items])
-        kind = "_bf16" if items[0].buffers[0].dtype == torch.bfloat16 else ""
-        self._run(
-            f"untuned{kind}",
-            streams[0],
-            *map(_pointers, streams),
-            (ctypes.c_int64 * len(items))(*strides),
-            np.ascontiguousarray(numbers).ctypes.data_as(ctypes.c_void_p),
-            out.ctypes.data_as(ctypes.c_void_p),
-        )
-        torch.autograd.graph.increment_version([item.x for item in items])
-
     def _call(self, name: str, bundle: Bundle, *arguments: Any) -> int:
         return self._run(name, [item.x for item in bundle.items], *arguments)
 
@@ -464,13 +436,73 @@ class Native:
         if not tensors:
             return 0
         assert tensors[0] is not None
-        function = self._library[f"stormplus_{name}_{_NATIVE_NAMES[tensors[0].dtype]}"]
+        function = self.function(name, tensors[0].dtype)
         sizes = (ctypes.c_int64 * len(tensors))(*[t.numel() for t in tensors if t is not None])
         threads = torch.get_num_threads()
-        found: int = function(ctypes.c_int64(len(tensors)), sizes, *arguments, threads)
-        if found < 0:
-            raise MemoryError("the native passes found no memory for their lists")
-        return found
+        return _checked(function(ctypes.c_int64(len(tensors)), sizes, *arguments, threads))
+
+    def function(self, name: str, dtype: torch.dtype) -> Any:
+        """One of the library, for parameters of a dtype."""
+        key = name, dtype
+        if key not in self._functions:  # ctypes looks a name up anew, at some microseconds
+            self._functions[key] = self._library[f"stormplus_{name}_{_NATIVE_NAMES[dtype]}"]
+        return self._functions[key]
+
+
+def _checked(found: int) -> int:
+    if found < 0:
+        raise MemoryError("the native passes found no memory for their lists")
+    return found
+
+
+class NativeUntuned:
+    """The native pass of `Untuned` on a list of tensors: the whole step in one call.
+
+    What stays the same from step to step is handed over once.
+
+    Args:
+        native: The library.
+        items: The tensors; `suits_untuned` has approved them.
+        strides: Every how many elements the distance is measured; 0 for not at all.
+    """
+
+    def __init__(self, native: Native, items: Sequence[Item], strides: Sequence[int]) -> None:
+        dtype, kind = items[0].x.dtype, items[0].buffers[0].dtype == torch.bfloat16
+        self._step = native.function("untuned_bf16" if kind else "untuned", dtype)
+        self._probe = native.function("probe", dtype)
+        self._xs = [item.x for item in items]
+        sizes = (ctypes.c_int64 * len(items))(*[x.numel() for x in self._xs])
+        self._head = ctypes.c_int64(len(items)), sizes
+        masters = [item.buffers[3] if len(item.buffers) > 3 else None for item in items]
+        self._tail = (
+            *(_pointers([item.buffers[k] for item in items]) for k in range(3)),
+            _pointers(masters),
+            (ctypes.c_int64 * len(items))(*strides),
+        )
+        self._x = _pointers(self._xs)
+
+    def finite(self, gs: Sequence[Tensor | None]) -> bool:
+        """Whether the gradients are."""
+        pointers = _pointers(gs)
+        return _checked(self._probe(*self._head, pointers, torch.get_num_threads())) == 0
+
+    def __call__(
+        self,
+        gs: Sequence[Tensor | None],
+        numbers: npt.NDArray[np.float64],
+        out: npt.NDArray[np.float64],
+    ) -> None:
+        """Take a step.
+
+        Args:
+            gs: The gradients.
+            numbers: The coefficients, a column for each tensor.
+            out: Two sums for each tensor, which are added to.
+        """
+        tables = ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data)
+        threads = torch.get_num_threads()
+        _checked(self._step(*self._head, self._x, _pointers(gs), *self._tail, *tables, threads))
+        torch.autograd.graph.increment_version(self._xs)  # autograd has not seen it
 
 
 def _suits_native(bundle: Bundle) -> bool:

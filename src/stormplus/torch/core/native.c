@@ -13,7 +13,7 @@
 #define CHUNK 32768 /* elements; x, d and g of a chunk are 384 kB in float32 */
 
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
-#define CLONES __attribute__((target_clones("default", "arch=haswell", "arch=skylake-avx512")))
+#define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define CLONES
 #endif
@@ -266,28 +266,46 @@ static inline Step step_of(const double *numbers, int64_t count, int64_t i) {
     return step;
 }
 
+/* s and u = g / s. The squares of 1e-20 and 1e20 are no float32: both are brought near 1 first, by a
+   power of two, which is exact. 0/0 is 0. */
+INLINE float unit_float(float g, float old, float keep, float w, float *u) {
+    uint32_t a = to_bits(g) & 0x7FFFFFFF, b = to_bits(old), larger = a > b ? a : b;
+    uint32_t exponent = larger & 0x7F800000;
+    exponent = exponent < 0x00800000 ? 0x00800000 : exponent > 0x7E800000 ? 0x7E800000 : exponent;
+    float scale = from_bits(exponent), inverse = from_bits(0x7F000000 - exponent);
+    float near_g = g * inverse, near_s = old * inverse;
+    float root = __builtin_sqrtf(keep * (near_s * near_s) + w * (near_g * near_g));
+    *u = near_g / (root == 0 ? 1 : root);
+    return root * scale;
+}
+
+INLINE double unit_double(double g, double old, double keep, double w, double *u) {
+    double s = __builtin_sqrt(keep * (old * old) + w * (g * g));
+    *u = s == 0 ? 0 : g / s;
+    return s;
+}
+
+#define BLOCK 2048
 #define B 0.9 /* INTERPOLATION in rules.py */
 
-/* W is the dtype of the arithmetic, S that of the buffers. In double the square of every float32
-   is safe. */
+/* W is the dtype of the arithmetic, S that of the buffers. */
 #define UNTUNED(NAME, X, W, S, LOAD, STORE, LOAD_S, STORE_S, Y, MASTERED)                          \
-    INLINE double untuned_loop_##NAME(X *restrict x, const X *restrict g, S *restrict lead,        \
+    INLINE W untuned_loop_##NAME(     X *restrict x, const X *restrict g, S *restrict lead,        \
                                       S *restrict unit, W *restrict master, int64_t n, Step step,  \
                                       int64_t start, int decays) {                                 \
         const W alpha = (W)step.alpha, limit = (W)step.limit, decay = (W)step.decay;               \
         const W keep = (W)(1 - step.c), ahead = (W)(step.c + (1 - B) * (1 - step.c));              \
+        const W w = (W)step.w, rest = (W)(1 - step.w), sign = (W)step.sign;                        \
         const uint32_t key = mixed((uint32_t)(2 * (uint64_t)step.t));                              \
         const uint32_t other = mixed((uint32_t)(2 * (uint64_t)step.t + 1));                        \
-        double u_sq = 0;                                                                           \
+        W u_sq = 0;                                                                                \
         _Pragma("omp simd reduction(+ : u_sq)") for (int64_t i = 0; i < n; i++) {                  \
             uint32_t place = (uint32_t)(start + i);                                                \
             (void)place, (void)key, (void)other;                                                   \
-            double grad = step.sign * (double)LOAD(g[i]), old = (double)LOAD_S(unit[i]);           \
-            double s = __builtin_sqrt((1 - step.w) * (old * old) + step.w * (grad * grad));        \
-            double u = s == 0 ? 0 : grad / s;                                                      \
+            W u, s = unit_##W(sign * LOAD(g[i]), LOAD_S(unit[i]), rest, w, &u);                    \
             u_sq += u * u;                                                                         \
             W y = MASTERED ? Y(master[i], x[i], LOAD, STORE) : LOAD(x[i]);                         \
-            W e = LOAD_S(lead[i]), move = (W)u * alpha;                                            \
+            W e = LOAD_S(lead[i]), move = u * alpha;                                               \
             move = move > limit ? limit : move < -limit ? -limit : move;                           \
             if (decays) move += decay * (y + (W)B * e);                                            \
             W m = e - move;                                                                        \
@@ -295,16 +313,24 @@ static inline Step step_of(const double *numbers, int64_t count, int64_t i) {
             x[i] = STORE(y);                                                                       \
             if (MASTERED) master[i] = y;                                                           \
             lead[i] = STORE_S(keep * m, place, key);                                               \
-            unit[i] = STORE_S((W)s, place, other);                                                 \
+            unit[i] = STORE_S(s, place, other);                                                    \
         }                                                                                          \
         return u_sq;                                                                               \
     }                                                                                              \
                                                                                                    \
+    /* In blocks: what is counted is a mean of squares, and float32 will do for a few at a time. */ \
     CLONES static double untuned_##NAME(X *x, const X *g, S *lead, S *unit, W *master, int64_t n,  \
                                         Step step, int64_t start) {                                \
-        if (step.decay != 0)                                                                       \
-            return untuned_loop_##NAME(x, g, lead, unit, master, n, step, start, 1);               \
-        return untuned_loop_##NAME(x, g, lead, unit, master, n, step, start, 0);                   \
+        double u_sq = 0;                                                                           \
+        for (int64_t i = 0; i < n; i += BLOCK) {                                                   \
+            int64_t m = n - i < BLOCK ? n - i : BLOCK;                                             \
+            W *wide = MASTERED ? master + i : NULL;                                                \
+            u_sq += step.decay != 0 ? untuned_loop_##NAME(x + i, g + i, lead + i, unit + i, wide,  \
+                                                          m, step, start + i, 1)                   \
+                                    : untuned_loop_##NAME(x + i, g + i, lead + i, unit + i, wide,  \
+                                                          m, step, start + i, 0);                  \
+        }                                                                                          \
+        return u_sq;                                                                               \
     }                                                                                              \
                                                                                                    \
     /* |z - z_1|^2 over every stride-th element, while the chunk is in the cache. */               \

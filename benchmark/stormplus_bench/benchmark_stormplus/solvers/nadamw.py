@@ -1,0 +1,17 @@
+from stormplus_bench.train.nadamw import LEARNING_RATE, WARMUP, NadamW
+from stormplus_bench.train.solver import TorchSolver
+from stormplus_bench.train.steppers import Scheduled, Stepper
+from stormplus_bench.train.training import Training
+
+
+class Solver(TorchSolver):
+    """NadamW at the setting of AlgoPerf's self-tuning baseline, warm-up and cosine."""
+
+    name = "nadamw"
+    label = "NadamW"
+    requirements = ["pip::stormplus-bench"]
+    default_lr = LEARNING_RATE
+
+    def stepper(self, training: Training, lr: float) -> Stepper:
+        optimizer = NadamW(training.parameters, lr=lr)
+        return Scheduled(optimizer, training.workload.budget, WARMUP)

@@ -1,0 +1,396 @@
+"""Ordinary models that have broken an optimizer, or could: what `stormplus robust` runs.
+
+Each is small enough for seconds on one core. A case is a workload without validation: its value
+is the loss over all that it draws from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from functools import lru_cache, partial
+from itertools import pairwise
+from typing import Any
+
+import torch
+from sklearn.datasets import load_digits
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+
+from stormplus_bench.train.networks import add_low_rank
+from stormplus_bench.train.workload import Workload
+
+
+class Case(Workload):
+    """One case.
+
+    Args:
+        steps: How many gradients a run takes.
+        make: The model at its start.
+        draw: The sample of step t = 1, 2, ..., with a generator.
+        loss: Of the model and a sample.
+        value: What the model is judged by.
+        chance: The value of a model that has learned nothing; of a walk, how far it may lead.
+        walk: Whether there is nothing to learn: the value is how far the weights have gone.
+    """
+
+    batches = batch_size = measured = 1
+    fractions = (0, 1)
+
+    def __init__(  # noqa: PLR0917
+        self,
+        steps: int,
+        make: Callable[[], nn.Module],
+        draw: Callable[[int, Generator], Any],
+        loss: Callable[[nn.Module, Any], Tensor],
+        value: Callable[[nn.Module], Tensor],
+        chance: float,
+        *,
+        walk: bool = False,
+    ) -> None:
+        self.name, self.budget, self.chance, self.walk = "", steps, chance, walk
+        self._make, self._draw, self._loss, self._value = make, draw, loss, value
+
+    def model(self, seed: int) -> nn.Module:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return self._make()
+
+    def samples(self, seed: int) -> Iterator[Any]:
+        generator = torch.Generator().manual_seed(1000 + seed)
+        t = 0
+        while True:
+            t += 1
+            yield self._draw(t, generator)
+
+    def loss(self, model: nn.Module, sample: Any) -> Tensor:
+        return self._loss(model, sample)
+
+    @torch.no_grad()
+    def measure(self, model: nn.Module) -> dict[str, float]:
+        return {"train_loss": float(self._value(model))}
+
+    def full_loss(self, model: nn.Module) -> Tensor:
+        return self._value(model)
+
+
+def fixed(seed: int) -> Generator:
+    """The generator of a task, which is the same for every run."""
+    return torch.Generator().manual_seed(seed)
+
+
+# -- tokens: nn.Embedding's N(0, 1) weights in front of Linear layers ------------------------------
+
+
+def _tokens(vocabulary: int, activation: str, scale: float) -> nn.Module:
+    act = {"relu": nn.ReLU, "gelu": nn.GELU}[activation]
+    embedding = nn.Embedding(vocabulary, 64)
+    with torch.no_grad():
+        embedding.weight.mul_(scale)
+    return nn.Sequential(
+        embedding, nn.Linear(64, 128), act(), nn.Linear(128, 128), act(), nn.Linear(128, vocabulary)
+    )
+
+
+def permutation(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
+    """Every token has one successor."""
+    after = torch.randperm(vocabulary, generator=fixed(100))
+    return Case(
+        steps,
+        partial(_tokens, vocabulary, activation, scale),
+        lambda _, generator: torch.randint(vocabulary, (64,), generator=generator),
+        lambda model, i: F.cross_entropy(model(i), after[i]),
+        lambda model: F.cross_entropy(model(torch.arange(vocabulary)), after),
+        math.log(vocabulary),
+    )
+
+
+@lru_cache
+def _chain(vocabulary: int) -> tuple[Tensor, Tensor]:
+    odds = torch.softmax(2.5 * torch.randn(vocabulary, vocabulary, generator=fixed(7)), 1)
+    return odds, odds.cumsum(1)
+
+
+def markov(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
+    """A Markov chain: most of the loss cannot be learned, and rare classes push the head about."""
+    odds, sums = _chain(vocabulary)
+
+    def draw(_: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        i = torch.randint(vocabulary, (64,), generator=generator)
+        j = torch.searchsorted(sums[i], torch.rand(64, 1, generator=generator)).squeeze(1)
+        return i, j.clamp_max(vocabulary - 1)
+
+    def value(model: nn.Module) -> Tensor:
+        return -(odds * F.log_softmax(model(torch.arange(vocabulary)), 1)).sum(1).mean()
+
+    return Case(
+        steps,
+        partial(_tokens, vocabulary, activation, scale),
+        draw,
+        lambda model, pair: F.cross_entropy(model(pair[0]), pair[1]),
+        value,
+        math.log(vocabulary),
+    )
+
+
+# -- digits ----------------------------------------------------------------------------------------
+
+
+@lru_cache
+def _digits() -> tuple[Tensor, Tensor]:
+    bunch = load_digits()
+    return torch.tensor(bunch.data / 16, dtype=torch.float32), torch.tensor(bunch.target)
+
+
+def layers(*sizes: int) -> nn.Sequential:
+    found: list[nn.Module] = []
+    for a, b in pairwise(sizes):
+        found += [nn.Linear(a, b), nn.ReLU()]
+    return nn.Sequential(*found[:-1])
+
+
+def plain() -> nn.Sequential:
+    return layers(64, 64, 64, 10)
+
+
+def on_digits(
+    make: Callable[[], nn.Module] = plain,
+    steps: int = 1000,
+    batch_size: int = 32,
+    factor: Callable[[int], float] = lambda t: 1.0,
+) -> Case:
+    """Digits; the loss of step t is multiplied by `factor(t)`."""
+    x, y = _digits()
+    case = Case(
+        steps,
+        make,
+        lambda t, generator: (t, torch.randint(len(x), (batch_size,), generator=generator)),
+        lambda model, sample: (
+            F.cross_entropy(model(x[sample[1]]), y[sample[1]]) * factor(sample[0])
+        ),
+        lambda model: F.cross_entropy(model(x), y),
+        math.log(10),
+    )
+    case.batch_size = batch_size
+    return case
+
+
+def zero_last() -> nn.Module:
+    model = plain()
+    return _zeroed(model, list(model[-1].parameters()))
+
+
+def zero_all() -> nn.Module:
+    model = nn.Linear(64, 10)
+    return _zeroed(model, list(model.parameters()))
+
+
+def _zeroed(model: nn.Module, parameters: list[nn.Parameter]) -> nn.Module:
+    for p in parameters:
+        nn.init.zeros_(p)
+    return model
+
+
+def unbalanced() -> nn.Module:
+    """The same function as before, with weights of very different sizes."""
+    model = plain()
+    first, second = model[0], model[2]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    with torch.no_grad():
+        first.weight.mul_(100)
+        first.bias.mul_(100)
+        second.weight.div_(100)
+    return model
+
+
+def low_rank() -> nn.Module:
+    return add_low_rank(plain(), rank=4)
+
+
+# -- the rest --------------------------------------------------------------------------------------
+
+
+def factorisation() -> Case:
+    """Two embeddings whose products are the entries of a matrix of rank 4."""
+    n, generator = 500, fixed(3)
+    left, right = (torch.randn(n, 4, generator=generator) for _ in range(2))
+    matrix = left @ right.T / 2
+
+    def loss(model: Any, place: Tensor) -> Tensor:
+        i, j = place
+        return F.mse_loss((model[0](i) * model[1](j)).sum(1), matrix[i, j])
+
+    def value(model: Any) -> Tensor:
+        return F.mse_loss(model[0].weight @ model[1].weight.T, matrix)
+
+    return Case(
+        2000,
+        lambda: nn.ModuleList([nn.Embedding(n, 16), nn.Embedding(n, 16)]),
+        lambda _, generator: torch.randint(n, (2, 256), generator=generator),
+        loss,
+        value,
+        float(matrix.square().mean()),
+    )
+
+
+def rare_rows() -> Case:
+    """A thousand rows, one a step; every row has a target of its own."""
+    goal = torch.randn(1000, 4, generator=fixed(4))
+
+    def loss(model: Any, i: Tensor) -> Tensor:
+        return 0.5 * F.mse_loss(model(i), goal[i], reduction="sum") / len(i)
+
+    return Case(
+        10_000,
+        lambda: nn.Embedding(1000, 4),
+        lambda t, _: torch.tensor([t % 1000]),
+        loss,
+        lambda model: loss(model, torch.arange(1000)),
+        0.5 * float((1 + goal.square()).sum(1).mean()),  # weights N(0, 1) that never moved
+    )
+
+
+def rare_network() -> Case:
+    """Tokens 0 to 9 in every step; each of a thousand others once in a thousand steps."""
+    count = 1010
+    after = torch.randperm(count, generator=fixed(5))
+
+    def draw(t: int, generator: Generator) -> Tensor:
+        often = torch.randint(10, (63,), generator=generator)
+        return torch.cat([often, torch.tensor([10 + t % 1000])])
+
+    def value(model: nn.Module) -> Tensor:  # what is trained on: a rare token is one of 64
+        each = F.cross_entropy(model(torch.arange(count)), after, reduction="none")
+        return (63 * each[:10].mean() + each[10:].mean()) / 64
+
+    return Case(
+        3000,
+        partial(_tokens, count, "relu", 1.0),
+        draw,
+        lambda model, i: F.cross_entropy(model(i), after[i]),
+        value,
+        math.log(count),
+    )
+
+
+def bag_of_words() -> Case:
+    """A wide sparse linear layer: the hard case for a ceiling on a tensor's distance."""
+    words, generator = 20_000, fixed(8)
+    truth = torch.randn(words, generator=generator)
+    odds = 1 / torch.arange(10.0, words + 10)  # Zipf
+    test = torch.multinomial(odds, 1000 * 50, True, generator=generator).view(1000, 50)
+
+    def make() -> nn.Module:
+        model = nn.EmbeddingBag(words, 2, mode="sum")
+        with torch.no_grad():
+            model.weight.copy_(nn.Linear(words, 2).weight.T)
+        return model
+
+    def loss(model: nn.Module, i: Tensor) -> Tensor:
+        return F.cross_entropy(model(i), (truth[i].sum(1) > 0).long())
+
+    return Case(
+        1000,
+        make,
+        lambda _, generator: torch.multinomial(odds, 32 * 50, True, generator=generator).view(
+            32, 50
+        ),
+        loss,
+        lambda model: loss(model, test),
+        math.log(2),
+    )
+
+
+class Walker(nn.Module):
+    """Weights that have no task, and where they began."""
+
+    origin: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(1000))
+        self.register_buffer("origin", self.weight.detach().clone())
+
+    def forward(self, gradient: Tensor) -> Tensor:
+        return (self.weight * gradient).sum()
+
+
+def _gone(model: Any) -> Tensor:
+    """How far the weights have gone, as a multiple of their size at the start."""
+    gone: Tensor = (model.weight - model.origin).norm() / model.origin.norm()
+    return gone
+
+
+def constant_gradient() -> Case:
+    """The distance must not feed itself: steps of R / sqrt(t) lead 2 sqrt(T) R away at most."""
+    steps = 10_000
+    return Case(
+        steps,
+        Walker,
+        lambda *_: torch.ones(1000),
+        lambda model, gradient: model(gradient),
+        _gone,
+        2 * math.sqrt(steps),
+        walk=True,
+    )
+
+
+def pure_noise() -> Case:
+    """The steps must fall: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
+    steps = 30_000
+    return Case(
+        steps,
+        Walker,
+        lambda _, generator: torch.randn(1000, generator=generator),
+        lambda model, gradient: model(gradient),
+        _gone,
+        math.sqrt(1 + math.log(steps)),
+        walk=True,
+    )
+
+
+def _steps(vocabulary: int, activation: str) -> int:
+    if vocabulary == 2000:
+        return 1500  # nobody has learned anything before
+    return 1000 if activation == "relu" else 500
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    f"{task.__name__}, {v} tokens, {act}, embedding x {scale:g}": partial(
+        task, v, act, scale, _steps(v, act)
+    )
+    for v in (50, 500, 2000)
+    for act in ("relu", "gelu")
+    for scale in (1.0, 0.02, 10.0)
+    for task in (permutation, markov)
+}
+CASES |= {
+    "markov, 500 tokens, relu, 3,000 steps": partial(markov, 500, "relu", 1.0, 3000),
+    "digits": on_digits,
+    "digits, loss x 1e6": partial(on_digits, factor=lambda t: 1e6),
+    "digits, loss x 1e-6": partial(on_digits, factor=lambda t: 1e-6),
+    "digits, a layer x 100, the next / 100": partial(on_digits, unbalanced),
+    "digits, batches of 1": partial(on_digits, steps=2000, batch_size=1),
+    "digits, last layer zero": partial(on_digits, zero_last),
+    "digits, linear, all zero": partial(on_digits, zero_all),
+    "digits, ten ReLU layers": partial(on_digits, partial(layers, *[64] * 10, 10), 1500),
+    "digits, gradients zero for 500 steps": partial(
+        on_digits, steps=1500, factor=lambda t: float(t > 500)
+    ),
+    "digits, gradients shrink to 1e-20": partial(on_digits, factor=lambda t: 10 ** (-t / 50)),
+    "digits, LoRA with B = 0": partial(on_digits, low_rank),
+    "matrix factorisation, N(0, 1)": factorisation,
+    "rows that wake once in a thousand steps": rare_rows,
+    "a network with such rows": rare_network,
+    "bag of 20,000 words": bag_of_words,
+    "constant gradient": constant_gradient,
+    "pure noise": pure_noise,
+}
+
+
+def case(name: str) -> Case:
+    """A case by its name."""
+    found = CASES[name]()
+    found.name = name
+    return found
