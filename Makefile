@@ -61,7 +61,7 @@ format: $(READY)  ## let ruff put things right
 docs: $(READY_LONG)  ## the site, in ./site
 	$(BIN)/mkdocs build --strict
 
-ROWS := $(addprefix docs/results/,smooth.jsonl.gz networks.jsonl.gz units.jsonl.gz)
+ROWS := $(addprefix docs/results/,smooth.jsonl.gz networks.jsonl.gz untuned.jsonl.gz)
 
 report: $(READY)  ## the benchmark's page and README's results, from the committed rows
 	$(BIN)/stormplus report $(ROWS) --output out/report --readme README.md --keep docs/figures

@@ -27,7 +27,7 @@ PEERS = ["Prodigy", "DoG", "D-Adaptation", "Mechanic", "Schedule-Free"]
 SHOWN = [OURS, *PEERS, "Adam", "STORM+", "simplified STORM+", "STORM+ mean"]
 VARIANT = "Untuned: "
 FOLDER = Path("docs")
-PARTS = ("smooth", "networks", "untuned")
+PARTS = ("smooth", "networks", "untuned", "variants")
 
 
 def main() -> None:

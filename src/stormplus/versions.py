@@ -7,6 +7,7 @@ pyproject.toml. No framework is imported before a function is called.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -22,12 +23,18 @@ def release(name: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", version(name))[:2]))
 
 
-def increment_version(tensors: list[Tensor]) -> None:
-    """Tell autograd that these were written to. torch 2.5 takes them all at once."""
+def version_increment() -> Callable[[list[Tensor]], None]:
+    """What tells autograd that tensors were written to. torch 2.5 takes them all at once."""
     from torch.autograd.graph import increment_version
 
-    for argument in [tensors] if release("torch") >= (2, 5) else tensors:
-        increment_version(argument)
+    if release("torch") >= (2, 5):
+        return increment_version
+
+    def one_by_one(tensors: list[Tensor]) -> None:
+        for t in tensors:
+            increment_version(t)
+
+    return one_by_one
 
 
 def part_names(group: dict[str, Any]) -> None:

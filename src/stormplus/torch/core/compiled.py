@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormplus.torch.core.kernels import Plain, flat_views
+from stormplus.torch.core.kernels import Plain, flat_views, increment_version
 from stormplus.torch.core.state import accumulator_dtype
 from stormplus.torch.core.tensors import Bundle
-from stormplus.versions import increment_version
 
 # Calling a kernel costs as much as running it on this many elements; smaller tensors are
 # joined first.

@@ -32,7 +32,9 @@ import torch
 from torch import Tensor
 
 from stormplus.torch.core.tensors import Bundle, Item
-from stormplus.versions import increment_version
+from stormplus.versions import version_increment
+
+increment_version = version_increment()
 
 # 2^19 float32 elements are 2 MB: a chunk and its temporaries stay in the cache.
 CHUNK = 1 << 19
@@ -502,7 +504,7 @@ class NativeUntuned:
         tables = ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data)
         threads = torch.get_num_threads()
         _checked(self._step(*self._head, self._x, _pointers(gs), *self._tail, *tables, threads))
-        torch.autograd.graph.increment_version(self._xs)  # autograd has not seen it
+        increment_version(self._xs)  # autograd has not seen it
 
 
 def _suits_native(bundle: Bundle) -> bool:
