@@ -8,14 +8,14 @@ READY_LONG := $(VENV)/.ready-long
 READY_DOCS := $(VENV)/.ready-docs
 ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 
-.PHONY: demo test test-long test-all lint format docs report untuned paper course paper-page bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all test-versions release-check lint format docs report untuned paper course paper-page bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
 $(READY): pyproject.toml benchmark/pyproject.toml constraints.txt hatch_build.py src/stormplus/torch/core/native.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-		{ echo "stormplus needs Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
+		{ echo "the versions in constraints.txt need Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt torch==$(TORCH)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]' -e ./benchmark
@@ -44,6 +44,16 @@ test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statis
 	$(ONE) $(BIN)/python -m pytest -m long -n 2 --dist loadfile
 
 test-all: test test-long  ## both
+
+# Each environment holds a torch with its CUDA libraries, several gigabytes: never a part of `test`.
+VERSIONS ?= oldest between newest next
+
+test-versions:  ## the optimizers' tests on the oldest and the newest versions (minutes, 20 GB)
+	$(PYTHON) tools/environments.py $(VERSIONS)
+
+release-check: $(READY)  ## build what would be uploaded, check it with twine, and list it
+	$(BIN)/python -m pip install -q -c constraints.txt hatchling twine
+	$(BIN)/python tools/release.py out/release
 
 format: $(READY)  ## let ruff put things right
 	$(BIN)/ruff check --fix .
@@ -88,4 +98,4 @@ rates: $(READY)  ## the paper's rates, measured: a figure, a table, the raw rows
 	$(BIN)/stormplus rates
 
 clean:  ## remove the environment and what commands have left
-	rm -rf $(VENV) out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .versions out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

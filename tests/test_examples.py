@@ -182,6 +182,17 @@ def test_compiled_model_and_kernels():
     assert float(re.search(r"accuracy ([\d.]+)", out)[1]) > 0.7
 
 
+def test_untuned_in_a_plain_loop():
+    out = run("untuned_plain.py", "--epochs", 3)
+    assert "132 steps, 132 gradients" in out  # 3 epochs of 44 batches
+    iterates, averages = zip(
+        *re.findall(r"accuracy ([\d.]+) of the iterate, ([\d.]+) of the average", out)
+    )
+    assert len(averages) == 3
+    assert iterates != averages
+    assert float(averages[-1]) > 0.85
+
+
 def test_checkpoint_resumes(tmp_path):
     whole = run("checkpoint.py", "--samples", 12, "--out", tmp_path / "a")
     run("checkpoint.py", "--samples", 12, "--out", tmp_path / "b")

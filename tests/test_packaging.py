@@ -17,7 +17,16 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # What a clean clone has, and a working folder has beside it.
 LEFT_BEHIND = shutil.ignore_patterns(
-    ".git", ".venv", "out", "site", "dist", "build", ".*_cache", ".hypothesis", "*.egg-info"
+    ".git",
+    ".venv",
+    ".versions",
+    "out",
+    "site",
+    "dist",
+    "build",
+    ".*_cache",
+    ".hypothesis",
+    "*.egg-info",
 )
 LITTER = (
     "src/stormplus/__pycache__/rules.cpython-311.pyc",
@@ -209,3 +218,23 @@ def test_source_distribution_has_no_litter(clone, tmp_path):
         assert not [name for name in archive.getnames() if name.endswith((".pyc", ".so"))]
     assert {"src", "tests", "docs", "examples", "pyproject.toml", "README.md", "LICENSE"} <= tops
     assert not tops & {"out", "site", "dist", ".venv"}
+
+
+@pytest.mark.long
+def test_the_release_tool_builds_checks_and_lists(clone, tmp_path):
+    pytest.importorskip("hatchling")
+    pytest.importorskip("twine")  # which `make release-check` installs
+    done = subprocess.run(
+        [sys.executable, str(clone / "tools" / "release.py"), str(tmp_path / "release")],
+        cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    _, listed = done.stdout.split("would be uploaded:")
+    version = version_of("stormplus")
+    for name in ("stormplus", "stormplus_bench"):
+        assert f"  {name}-{version}.tar.gz  " in listed
+    assert f"  stormplus_bench-{version}-py3-none-any.whl  " in listed
+    wheels = [path.name for path in (tmp_path / "release").glob("stormplus-*.whl")]
+    assert len(wheels) == 1
+    if "-linux_" in wheels[0]:  # the index would refuse it
+        assert f"would not: {wheels[0]}" in listed

@@ -137,7 +137,7 @@ def test_untuned_scales_by_hand():
     assert rules.distance_ceiling(3.0, 0.5) == 3
     assert rules.distance_ceiling(0.0, 0.5) == 0.5
     assert rules.distance_ceiling(np.array([1e-20, 1e20]), 0.5).tolist() == [0.5, 1e20]
-    assert rules.first_distance(2.0) == pytest.approx(0.06, rel=1e-15)  # 3 % of the ceiling
+    assert rules.first_distance(3.0) == pytest.approx(0.05, rel=1e-15)  # a sixtieth of it
     # the largest so far, never above the ceiling
     assert rules.next_distance(0.1, 0.05, 2.0) == 0.1
     assert rules.next_distance(0.1, 0.7, 2.0) == 0.7
@@ -146,10 +146,10 @@ def test_untuned_scales_by_hand():
 
 
 def test_untuned_steps_by_hand():
-    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a twentieth of 4 is 0.2
+    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a sixtieth of 12 is 0.2
     assert rules.untuned_step_size(3.0, 8.0, 100.0) == pytest.approx(1, rel=1e-15)
-    assert rules.untuned_step_size(0.03, 0.0, 1.0) == 0.03
-    assert rules.untuned_step_size(3.0, 8.0, 4.0) == pytest.approx(0.2, rel=1e-15)
+    assert rules.untuned_step_size(0.01, 0.0, 1.0) == 0.01
+    assert rules.untuned_step_size(3.0, 8.0, 12.0) == pytest.approx(0.2, rel=1e-15)
     assert [rules.counted_step(square) for square in (0.0, 0.25, 1.0, 7.0)] == [0, 0.25, 1, 1]
     assert [rules.unit_weight(t) for t in (1, 4, 28)] == [1, 0.5, 0.1]  # 3 / (t + 2)
     assert [rules.average_weight(t) for t in (1, 10, 82)] == [1, 0.5, 0.1]  # 9 / (t + 8)

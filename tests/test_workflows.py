@@ -1,7 +1,7 @@
 """The files under .github: what runs there is what runs here, on the versions that are claimed."""
 
 import re
-import tomllib
+import runpy
 from pathlib import Path
 
 import pytest
@@ -9,31 +9,36 @@ import pytest
 yaml = pytest.importorskip("yaml")
 
 ROOT = Path(__file__).parents[1]
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
-def checks():
-    return yaml.safe_load((ROOT / ".github/workflows/checks.yml").read_text())["jobs"]["checks"]
+def job(name):
+    return yaml.safe_load((ROOT / f".github/workflows/{name}.yml").read_text())["jobs"][name]
+
+
+def matrix(name):
+    return job(name)["strategy"]["matrix"]["include"]
 
 
 def test_runs_exactly_the_three_commands():
-    commands = [step["run"] for step in checks()["steps"] if "run" in step]
+    commands = [step["run"] for step in job("checks")["steps"] if "run" in step]
     assert commands == ["make lint", "make test", "make docs"]
 
 
-def test_matrix_has_the_oldest_and_the_newest_python():
-    claimed = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
-    claimed.sort(key=lambda version: int(version.split(".")[1]))
-    tested = [row["python"] for row in checks()["strategy"]["matrix"]["include"]]
-    assert {claimed[0], claimed[-1]} <= set(tested)
-    assert PROJECT["requires-python"] == f">={claimed[0]}"
+def test_the_checks_run_on_the_pinned_versions():
+    makefile = (ROOT / "Makefile").read_text()
+    torch = re.search(r"^TORCH \?= (\S+)", makefile, re.MULTILINE)[1]
+    assert matrix("checks") == [{"python": "3.11", "torch": torch}]
 
 
-def test_matrix_has_the_oldest_torch():
-    (need,) = PROJECT["optional-dependencies"]["torch"]
-    oldest = need.removeprefix("torch>=")
-    tested = [row["torch"] for row in checks()["strategy"]["matrix"]["include"]]
-    assert any(version.startswith(oldest) for version in tested)
+def test_the_matrix_of_versions_is_that_of_the_tool():
+    tool = runpy.run_path(str(ROOT / "tools" / "environments.py"))
+    assert {row["environment"]: row["python"] for row in matrix("versions")} == {
+        name: environment.python for name, environment in tool["ENVIRONMENTS"].items()
+    }
+    default = re.search(r"^VERSIONS \?= (.+)", (ROOT / "Makefile").read_text(), re.MULTILINE)[1]
+    assert default.split() == list(tool["ENVIRONMENTS"])
+    (command,) = [step["run"] for step in job("versions")["steps"] if "run" in step]
+    assert command.startswith("make test-versions ")
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from stormplus.torch import UniformIterate as UniformIterate
     from stormplus.torch import Untuned as Untuned
     from stormplus.torch import pair_lock as pair_lock
+    from stormplus.torch import recalibrate as recalibrate
     from stormplus.torch import same_sample as same_sample
     from stormplus.torch import scaled_step as scaled_step
     from stormplus.torch import verify_closure as verify_closure
@@ -30,6 +31,7 @@ _HOME = {
     "Storm": "stormplus.torch",
     "UniformIterate": "stormplus.torch",
     "pair_lock": "stormplus.torch",
+    "recalibrate": "stormplus.torch",
     "same_sample": "stormplus.torch",
     "scaled_step": "stormplus.torch",
     "verify_closure": "stormplus.torch",
@@ -43,6 +45,7 @@ __all__ = [
     "Untuned",
     "minimize",
     "pair_lock",
+    "recalibrate",
     "same_sample",
     "scaled_step",
     "verify_closure",

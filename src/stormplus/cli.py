@@ -10,10 +10,12 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
+from stormplus.install import BENCH, how_to
+
 try:
     import click
 except ImportError as error:  # pragma: no cover
-    raise SystemExit("the command line needs click: pip install 'stormplus[theory]'") from error
+    raise SystemExit(f"the command line needs click: {how_to('theory')}") from error
 
 GROUP = "stormplus.commands"
 OWN = {
@@ -32,7 +34,6 @@ COMMANDS = {
     "report": "One page with every figure and score.",
     "robust": "Models that have broken an optimizer.",
 }
-INSTALL = "pip install stormplus-bench (from a clone: pip install ./benchmark)"
 
 
 def _added() -> dict[str, EntryPoint]:
@@ -49,7 +50,7 @@ class _LazyGroup(click.Group):
             try:
                 command = getattr(import_module(module), attribute)
             except ImportError as error:
-                raise click.ClickException(f"{error}: pip install 'stormplus[theory]'") from error
+                raise click.ClickException(f"{error}: {how_to('theory')}") from error
         elif entry := _added().get(cmd_name):
             try:
                 command = entry.load()
@@ -57,7 +58,7 @@ class _LazyGroup(click.Group):
                 name = entry.dist.name if entry.dist else cmd_name
                 raise click.ClickException(f"{error}: pip install {name}") from error
         elif cmd_name in COMMANDS:
-            raise click.ClickException(f"{cmd_name} is a command of stormplus-bench: {INSTALL}")
+            raise click.ClickException(f"{cmd_name} is a command of stormplus-bench: {BENCH}")
         else:
             return None
         assert isinstance(command, click.Command)
@@ -70,7 +71,7 @@ class _LazyGroup(click.Group):
             formatter.write_dl(sorted((texts | COMMANDS).items()))
         if missing := sorted(COMMANDS.keys() - OWN.keys() - added.keys()):
             formatter.write_paragraph()
-            formatter.write_text(f"Not installed: {', '.join(missing)}. {INSTALL}")
+            formatter.write_text(f"Not installed: {', '.join(missing)}. {BENCH}")
 
 
 @click.group(cls=_LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})

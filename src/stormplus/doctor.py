@@ -7,13 +7,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 import click
 
+from stormplus.install import BENCH, how_to
+
 _EXTRAS = {
     "numpy": "pip install numpy",
     "scipy": "pip install scipy",
-    "torch": "pip install 'stormplus[torch]'",
-    "jax": "pip install 'stormplus[jax]'",
-    "optax": "pip install 'stormplus[jax]'",
-    "stormplus-bench": "pip install stormplus-bench (from a clone: pip install ./benchmark)",
+    "torch": how_to("torch"),
+    "jax": how_to("jax"),
+    "optax": how_to("jax"),
+    "stormplus-bench": BENCH,
 }
 
 

@@ -1,5 +1,6 @@
 """Accelerate: what only `prepare` does. What trainers share is in `test_trainers.py`."""
 
+import copy
 import os
 import subprocess
 import sys
@@ -11,11 +12,23 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate_cases import closure_for
+from accelerate_cases import closure_for, untuned
 from pages import ROOT
-from trainer_cases import BATCHES, ROWS, Run, assert_same_runs, data, network, plain_run, snapshot
+from trainer_cases import (
+    BATCHES,
+    ROWS,
+    SAMPLES,
+    Run,
+    assert_at_average,
+    assert_same_runs,
+    data,
+    network,
+    plain_run,
+    snapshot,
+    untuned_run,
+)
 
-from stormplus import StormPlus
+from stormplus import StormPlus, Untuned, recalibrate
 from stormplus.integrations.accelerate import prepare
 
 
@@ -27,8 +40,11 @@ def _fresh_accelerate():
 
 
 def test_accumulation_by_accelerate_is_refused():
+    net = network()
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4 drops closures"):
-        prepare(Accelerator(cpu=True, gradient_accumulation_steps=4))
+        prepare(
+            Accelerator(cpu=True, gradient_accumulation_steps=4), net, StormPlus(net.parameters())
+        )
 
 
 def test_a_closure_that_would_be_dropped_is_refused():
@@ -79,6 +95,8 @@ def test_an_optimizer_whose_model_is_unknown_is_refused():
     prepare(accelerator, network())  # another one
     with pytest.raises(ValueError, match="no prepared model has a parameter of this StormPlus"):
         prepare(accelerator, opt)
+    with pytest.raises(ValueError, match="this Untuned, so its average would be neither eval"):
+        prepare(accelerator, Untuned(model.parameters()))
     assert not accelerator._optimizers
     prepare(accelerator, opt, model)
 
@@ -99,6 +117,47 @@ def test_other_optimizers_stay_as_they_are():
     _, opt = prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), lr=0.1))
     assert isinstance(opt.optimizer, torch.optim.SGD)
     opt.step()  # without a closure, as ever
+
+
+def test_without_prepare_the_iterate_is_evaluated_and_saved(tmp_path):
+    """What `prepare` is for; nothing of ours is there that could warn."""
+    run = untuned(tmp_path, prepared=Accelerator.prepare)
+    for state in (run.saved[SAMPLES], run.validated[SAMPLES]):
+        assert torch.equal(state["body.0.weight"], run.states[-1]["body.0.weight"])
+
+
+def test_untuned_accumulates_and_is_evaluated_at_the_average(tmp_path):
+    run, plain = untuned(tmp_path, steps=2), untuned_run(accumulate=2)
+    assert_same_runs(run, plain)
+    assert run.opt.grad_evaluations == SAMPLES // 2
+    for step, state in (*run.saved.items(), *run.validated.items()):
+        assert_at_average(state, plain.averages[step - 1], plain.states[step - 1])
+
+
+def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
+    run = untuned(tmp_path, recalibrate_batches=4)
+    net = network()
+    net.load_state_dict(run.saved[SAMPLES])
+    recalibrate(net, data()[0].split(ROWS)[2:])
+    for state in (run.validated[SAMPLES], run.saved[SAMPLES]):
+        for name in ("body.1.running_mean", "body.1.running_var"):
+            torch.testing.assert_close(state[name], net.state_dict()[name], rtol=1e-9, atol=0)
+    assert run.net.evaluations == SAMPLES
+
+
+def test_a_copy_of_the_model_is_on_its_own(tmp_path):
+    """An average of one's own, say, which is evaluated while the model trains."""
+    run = untuned(tmp_path, epochs=1)
+    run.opt.train()
+    twin = copy.deepcopy(run.net)
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.fill_(0.5)
+        twin.eval()(data(1)[0])
+        twin.train()(data(1)[0])
+    twin.state_dict()
+    assert all(bool((p == 0.5).all()) for p in twin.parameters())
+    assert not run.opt.at_average
 
 
 def test_the_example_runs_under_torchrun_in_two_processes():

@@ -26,6 +26,7 @@ from stormplus.integrations.factories import register_pytorch_optimizer, registe
 from stormplus.torch import BaseOptimizer
 
 PAGE = Path(__file__).parents[2] / "docs" / "integrations" / "factories.md"
+IGNORED = r"lr=0.5 is ignored: Untuned measures its own .*Leave it out, or pass 1.0"
 NAMES = {
     "stormplus": StormPlus,
     "simplifiedstormplus": SimplifiedStormPlus,
@@ -75,6 +76,7 @@ def factory(request):
         timm = request.getfixturevalue("timm_optim")
         register_timm()
         return SimpleNamespace(
+            title="timm",
             register=register_timm,
             names=timm.list_optimizers,
             kind=timm.get_optimizer_class,
@@ -83,6 +85,7 @@ def factory(request):
         )
     other = request.getfixturevalue("pytorch_optimizer")
     return SimpleNamespace(
+        title="pytorch_optimizer",
         register=register_pytorch_optimizer,
         names=other.get_supported_optimizers,
         kind=other.load_optimizer,
@@ -119,15 +122,35 @@ def test_the_factory_knows_the_names(factory, caplog):
     assert not caplog.records
     assert set(NAMES) <= set(factory.names())
     for name, kind in NAMES.items():
-        assert factory.kind(name) is kind
+        assert type(factory.kind(name)(network().parameters())) is kind
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_is_the_plain_loops(factory, name):
     net = network()
-    run = train(net, factory.make(net, name.upper(), lr=0.5))
-    assert_same_runs(run, plain_run(epochs=1, kind=NAMES[name], lr=0.5))
+    lr = {} if name == "untuned" else {"lr": 0.5}
+    run = train(net, factory.make(net, name.upper(), **lr or {"lr": 1.0}))
+    assert_same_runs(run, plain_run(epochs=1, kind=NAMES[name], **lr))
     assert net.evaluations == (BATCHES if name == "untuned" else 2 * BATCHES - 1)
+
+
+def test_a_learning_rate_for_untuned_is_ignored_with_a_warning(factory):
+    net = network()
+    with pytest.warns(UserWarning, match=IGNORED) as told:
+        opt = factory.make(net, "untuned", lr=0.5)
+    assert len(told) == 1
+    assert type(opt) is Untuned
+    assert [group["lr"] for group in opt.param_groups] == [1.0]
+    assert_same_runs(train(net, opt), plain_run(epochs=1, kind=Untuned))
+
+
+def test_no_learning_rate_is_no_warning_unless_the_factory_has_one(factory, recwarn):
+    groups = factory.make(network(), "untuned", weight_decay=0.1).param_groups
+    told = [str(warning.message) for warning in recwarn if "is ignored" in str(warning.message)]
+    # pytorch_optimizer passes 0.001 on where nothing is said
+    assert [text[:8] for text in told] == (["lr=0.001"] if "pytorch" in factory.title else [])
+    assert {group["lr"] for group in groups} == {1.0}
+    assert {group["weight_decay"] for group in groups} == {0.0, 0.1}
 
 
 def test_lookahead_is_refused_to_who_takes_pairs(factory):

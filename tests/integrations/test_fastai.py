@@ -18,22 +18,29 @@ from fastai_cases import (
     NonNativeMixedPrecision,
     OptimWrapper,
     SaveModelCallback,
+    UntunedCallback,
+    UntunedWatch,
     Watch,
     fit,
     learner,
     ours,
+    untuned,
 )
 from trainer_cases import (
     BATCHES,
     ROWS,
     SAMPLES,
+    assert_at_average,
     assert_same_states,
     data,
     hooks_left,
+    network,
     plain_run,
+    snapshot,
+    untuned_run,
 )
 
-from stormplus import SimplifiedStormPlus, StormPlus, Untuned
+from stormplus import SimplifiedStormPlus, StormPlus, Untuned, recalibrate
 
 plain = partial(plain_run, dtype=torch.float32)
 
@@ -239,8 +246,9 @@ def test_freezing_begins_anew(tmp_path, kind):
     def splitter(model):
         return [list(model.body[:2].parameters()), list(model.body[2:].parameters())]
 
+    own = [] if kind is StormPlus else [UntunedCallback()]
     learn, run = learner(
-        tmp_path, splitter=splitter, train_bn=False, opt_func=ours(kind), tool=kind is StormPlus
+        tmp_path, *own, splitter=splitter, train_bn=False, opt_func=ours(kind), tool=not own
     )
     learn.freeze()
     learn.fit(1)
@@ -269,3 +277,90 @@ def test_a_copy_of_the_optimizer_goes_on(tmp_path):
     assert wrapper.opt.state.keys().isdisjoint(learn.opt.opt.state)
     wrapper.point.restart_if_moved(wrapper.opt)
     assert wrapper.opt.started
+
+
+# -- Untuned: the average, and no learning rate --------------------------------------------------
+
+FORGOTTEN = "holds the iterate of Untuned"
+
+
+def told(recwarn, text):
+    return [str(w.message) for w in recwarn if text in str(w.message)]
+
+
+def test_without_its_callback_the_iterate_is_saved_and_one_warning_says_so(tmp_path, recwarn):
+    """What the callback is for."""
+    run = untuned(tmp_path, callback=[])
+    (text,) = told(recwarn, FORGOTTEN)
+    assert text.endswith("UntunedCallback from stormplus.integrations.fastai")
+    for step, state in (*run.saved.items(), *run.validated.items()):
+        assert torch.equal(state["body.0.weight"], run.states[step - 1]["body.0.weight"])
+
+
+def test_with_its_callback_nothing_is_said_and_a_learner_of_others_is_left_alone(tmp_path, recwarn):
+    run = untuned(tmp_path)
+    assert any(isinstance(callback, UntunedWatch) for callback in run.learn.cbs)
+    fit(tmp_path, epochs=1)
+    assert not told(recwarn, FORGOTTEN)
+
+
+@pytest.mark.parametrize("how", ["opt_func", "fit", "fit_flat_cos"])
+def test_a_learning_rate_is_ignored_with_a_warning(tmp_path, how):
+    ignored = pytest.warns(UserWarning, match=r"lr=0.01 is ignored: Untuned .*pass 1.0")
+    if how == "opt_func":
+        with ignored as seen:
+            made = ours(Untuned, lr=0.01)
+        learn, run = learner(tmp_path, UntunedCallback(), tool=False, opt_func=made)
+        learn.fit(1)
+    else:
+        learn, run = learner(tmp_path, UntunedCallback(), tool=False, opt_func=ours(Untuned))
+        learn.create_opt()
+        with ignored as seen:
+            getattr(learn, how)(1, lr=0.01)
+    assert len([w for w in seen if "is ignored" in str(w.message)]) == 1
+    if how != "fit_flat_cos":
+        assert run.opt.param_groups[0]["lr"] == 1.0
+        assert_same_states(run.states, untuned_run(epochs=1, dtype=torch.float32).states)
+    else:  # flat at 1.0, then down
+        assert learn.recorder.lrs[0] == 1.0
+        assert 0 < learn.recorder.lrs[-1] < 1
+
+
+def test_the_best_weights_are_begun_from_anew(tmp_path):
+    learn, run = learner(tmp_path, UntunedCallback(), tool=False, opt_func=ours(Untuned))
+    learn.fit(1)
+    learn.load(learn.save("first", with_opt=False).stem, with_opt=False)
+    plain = untuned_run(epochs=1, dtype=torch.float32)
+    assert_at_average(snapshot(learn.model), plain.averages[-1], plain.states[-1])
+    begun = []
+    run.opt.register_step_pre_hook(lambda *_: begun.append(snapshot(learn.model)))
+    with pytest.warns(UserWarning, match="without the state of Untuned: it begins anew"):
+        learn.fit(1)
+    assert_at_average(begun[0], plain.averages[-1], plain.states[-1])
+    assert run.opt.diagnostics()["step"] == BATCHES
+
+
+def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
+    run = untuned(tmp_path, callback=[UntunedCallback(recalibrate_batches=4)])
+    net = network(torch.float32)
+    net.load_state_dict(run.saved[SAMPLES])
+    recalibrate(net, data(dtype=torch.float32)[0].split(ROWS)[2:])
+    for state in (snapshot(run.net), run.validated[SAMPLES], run.saved[SAMPLES]):
+        for name in ("body.1.running_mean", "body.1.running_var"):
+            torch.testing.assert_close(state[name], net.state_dict()[name])
+    assert run.net.evaluations == SAMPLES
+
+
+def test_the_callback_of_untuned_refuses_others(tmp_path):
+    with pytest.raises(TypeError, match=r"is for Untuned, got StormPlus: pass Learner opt_func"):
+        fit(tmp_path, UntunedCallback(), tool=False)
+
+
+def test_a_fit_that_fails_leaves_a_learner_that_goes_on(tmp_path):
+    run = fit(tmp_path, UntunedCallback(), kind=Untuned, epochs=1)
+    run.net.fails_at = BATCHES + 3
+    with pytest.raises(OSError, match="a broken disc"):
+        run.learn.fit(1)
+    run.learn.fit(1)
+    assert run.opt.grad_evaluations == 2 * BATCHES + 2
+    assert not run.net._forward_pre_hooks

@@ -5,22 +5,34 @@ import torch
 
 pytest.importorskip("transformers")
 
-from huggingface_cases import Model, OrderedTrainer, Recorder, Rows, arguments, fit
+from huggingface_cases import (
+    Model,
+    OrderedTrainer,
+    Recorder,
+    Rows,
+    arguments,
+    fit,
+    untuned,
+)
 from torch.utils.data import TensorDataset
 from trainer_cases import (
     BATCHES,
     ROWS,
     SAMPLES,
     Run,
+    assert_at_average,
     assert_same_states,
+    data,
     hooks_left,
+    network,
     plain_run,
     snapshot,
+    untuned_run,
 )
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
-from stormplus import StormPlus, same_sample
-from stormplus.integrations.huggingface import StormPlusTrainer
+from stormplus import StormPlus, recalibrate, same_sample
+from stormplus.integrations.huggingface import StormPlusTrainer, UntunedCallback
 
 ONE_EPOCH = 2 * BATCHES - 1
 
@@ -183,3 +195,78 @@ def test_a_second_call_of_train_with_accumulation(tmp_path):
     assert not hooks_left(run.opt)
     run.trainer.train()
     assert run.opt.grad_evaluations == 2 * SAMPLES - 1
+
+
+# -- Untuned: the average ------------------------------------------------------------------------
+
+
+def test_without_its_callback_what_is_saved_depends_on_what_was_evaluated(tmp_path):
+    """What the callback is for."""
+    plain = untuned_run()
+    run = untuned(tmp_path, callback=[], save_steps=3)
+    for step in (3, 9):  # nothing was evaluated there
+        assert torch.equal(
+            run.saved[step]["body.0.weight"], plain.states[step - 1]["body.0.weight"]
+        )
+    assert_at_average(
+        run.validated[BATCHES], plain.averages[BATCHES - 1], plain.states[BATCHES - 1]
+    )
+
+
+@pytest.mark.parametrize("options", [
+    {"eval_strategy": "no"},
+    {"eval_strategy": "steps", "eval_steps": 5, "accumulate": 1},
+    {"save_strategy": "best", "metric_for_best_model": "loss"},
+], ids=["no evaluation", "other steps", "best"])  # fmt: skip
+def test_every_checkpoint_is_an_average(tmp_path, options):
+    run, plain = untuned(tmp_path, **options), untuned_run()
+    assert_same_states(run.states, plain.states)
+    assert len(run.saved) > 1
+    for step, state in (*run.saved.items(), *run.validated.items()):
+        assert_at_average(state, plain.averages[step - 1], plain.states[step - 1])
+
+
+def test_the_best_model_is_an_average_and_a_second_call_of_train_begins_at_it(tmp_path):
+    class First(TrainerCallback):  # the first evaluation is the best
+        def on_evaluate(self, args, state, control, metrics, **kwargs):
+            metrics["eval_loss"] = float(state.global_step)
+
+    settings = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "save_steps": 4}
+    run = untuned(
+        tmp_path, callback=[First(), UntunedCallback()], eval_strategy="steps", eval_steps=4,
+        **settings,
+    )  # fmt: skip
+    assert run.trainer.state.best_model_checkpoint.endswith("checkpoint-4")
+    plain = untuned_run()
+    assert_at_average(snapshot(run.net), plain.averages[3], plain.states[3])
+    begun = []
+    run.opt.register_step_pre_hook(lambda *_: begun.append(snapshot(run.net)))
+    with pytest.warns(UserWarning, match=r"without the state of Untuned: it begins anew") as told:
+        run.trainer.train()
+    assert len([w for w in told if "begins anew" in str(w.message)]) == 1
+    assert_at_average(begun[0], plain.averages[3], plain.states[3])
+    assert run.opt.diagnostics()["step"] == SAMPLES
+
+
+def test_a_second_call_of_train_goes_on_from_the_iterate(tmp_path):
+    run = untuned(tmp_path)
+    run.trainer.train()
+    assert_same_states(run.states, untuned_run(epochs=4).states)
+
+
+def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
+    run = untuned(tmp_path, callback=[UntunedCallback(recalibrate_batches=4)])
+    plain, (x, _) = untuned_run(), data()
+    assert torch.equal(run.states[-1]["body.0.weight"], plain.states[-1]["body.0.weight"])
+    net = network()
+    net.load_state_dict(run.saved[SAMPLES])
+    recalibrate(net, x.split(ROWS)[2:])
+    for state in (snapshot(run.net), run.validated[SAMPLES], run.saved[SAMPLES]):
+        for name in ("body.1.running_mean", "body.1.running_var"):
+            torch.testing.assert_close(state[name], net.state_dict()[name], rtol=1e-9, atol=0)
+    assert run.net.evaluations == SAMPLES
+
+
+def test_the_callback_of_untuned_refuses_others(tmp_path):
+    with pytest.raises(TypeError, match=r"is for Untuned, got StormPlus: pass optimizers="):
+        fit(tmp_path, callbacks=[UntunedCallback()])

@@ -17,13 +17,26 @@ from keras_cases import (
     Model,
     compiled,
     fitted,
+    inside,
     keras,
     keras_distance,
     keras_network,
     plain_keras,
+    untuned,
 )
 from torch import nn
-from trainer_cases import BATCHES, EPOCHS, ROWS, SAMPLES, assert_same_states, data, distance
+from trainer_cases import (
+    BATCHES,
+    EPOCHS,
+    ROWS,
+    SAMPLES,
+    assert_at_average,
+    assert_same_states,
+    data,
+    distance,
+    snapshot,
+    untuned_run,
+)
 
 from stormplus import SimplifiedStormPlus, StormPlus, same_sample
 
@@ -263,3 +276,72 @@ def test_a_missing_backend_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "keras.src.random.seed_generator", None)
     with pytest.raises(ModuleNotFoundError, match=r"KERAS_BACKEND.*pip install 'stormplus\[keras"):
         importlib.import_module(name)
+
+
+# -- Untuned: the average, and no learning rate --------------------------------------------------
+
+
+def test_a_learning_rate_is_ignored_with_a_warning():
+    with pytest.warns(UserWarning, match=r"lr=0.001 is ignored: Untuned .*pass 1.0") as told:
+        optimizer = KerasOptimizer("Untuned", learning_rate=0.001)
+    assert len([w for w in told if "is ignored" in str(w.message)]) == 1
+    assert optimizer.get_config()["learning_rate"] == 1.0
+    model = keras_network()
+    model.compile(optimizer=optimizer, loss=keras_distance)
+    opt = fitted(model, epochs=1).opt
+    assert opt.param_groups[0]["lr"] == 1.0
+
+
+def test_a_schedule_multiplies_the_steps():
+    schedule = keras.optimizers.schedules.PolynomialDecay(1.0, SAMPLES, 0.0)
+    opt = fitted(keras_network(), method="Untuned", learning_rate=schedule).opt
+    assert opt.param_groups[0]["lr"] == pytest.approx(1 / SAMPLES)
+
+
+def test_the_whole_model_is_saved_at_the_average_and_goes_on_from_the_iterate(tmp_path):
+    def network():
+        return keras_network(seeded=False)
+
+    whole = fitted(network(), method="Untuned")
+    first = fitted(network(), epochs=1, method="Untuned")
+    first.trainer.save(tmp_path / "half.keras")
+    again = keras.saving.load_model(tmp_path / "half.keras")
+    assert again.optimizer.torch_optimizer.at_average
+    for mine, theirs in zip(again.get_weights(), first.trainer.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, theirs)
+    second = fitted(again, epochs=1, first=BATCHES)
+    assert_same_states(first.states + second.states, whole.states)
+
+
+def test_early_stopping_restores_an_average_and_training_begins_anew_from_it(tmp_path):
+    class Rises(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            logs["mark"] = float(epoch)
+
+    stop = keras.callbacks.EarlyStopping(
+        monitor="mark", mode="min", patience=5, restore_best_weights=True
+    )
+    run, plain = untuned(tmp_path, callbacks=[Rises(), stop]), untuned_run(dtype=torch.float32)
+    best = plain.averages[BATCHES - 1], plain.states[BATCHES - 1]
+    assert_at_average(snapshot(run.net), *best)
+    with pytest.warns(UserWarning, match="without the state of Untuned: it begins anew"):
+        untuned(tmp_path, epochs=1, model=run.trainer)
+    assert run.opt.diagnostics()["step"] == BATCHES
+
+
+@pytest.mark.parametrize("way", ["predict", "predict_on_batch", "test_on_batch", "evaluate"])
+def test_whoever_looks_sees_the_average_and_disturbs_nothing(tmp_path, way):
+    model, (x, y) = inside(), BATCH_LIST[0]
+    net = model.inside.module
+
+    class Looks(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            args = (x, y) if way in ("evaluate", "test_on_batch") else (x,)
+            quiet = {} if way.endswith("batch") else {"verbose": 0}
+            getattr(self.model, way)(*args, **quiet)
+            seen.append(snapshot(net))
+
+    seen, plain = [], untuned_run(epochs=1, dtype=torch.float32)
+    run = untuned(tmp_path, epochs=1, model=model, callbacks=[Looks()])
+    assert_same_states(run.states, plain.states)
+    assert_at_average(seen[-1], plain.averages[-1], plain.states[-1])

@@ -1,6 +1,9 @@
 """Lightning: what only its callback does. What trainers share is in `test_trainers.py`."""
 
 import re
+import sys
+import tomllib
+from importlib.metadata import EntryPoint
 
 import pytest
 import torch
@@ -14,20 +17,42 @@ from lightning.pytorch.callbacks import (
 )
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import Precision
-from lightning_cases import Manual, Module, Recorder, half_plugin, loader, run, trainer
+from lightning_cases import (
+    Manual,
+    Module,
+    Recorder,
+    half_plugin,
+    loader,
+    run,
+    trainer,
+    untuned,
+    weights_of,
+)
+from pages import ROOT
 from torch.utils.data import DataLoader, TensorDataset
 from trainer_cases import (
     BATCHES,
     ROWS,
+    SAMPLES,
+    assert_at_average,
     assert_same_runs,
     assert_same_states,
     data,
     loss_of,
+    network,
     plain_run,
+    snapshot,
+    untuned_run,
 )
 
-from stormplus import StormPlus, same_sample
-from stormplus.integrations.lightning import StormPlusCallback, check
+from stormplus import StormPlus, Untuned, recalibrate, same_sample
+from stormplus.integrations import lightning_callbacks
+from stormplus.integrations.lightning import (
+    StormPlusCallback,
+    UntunedCallback,
+    UntunedWatch,
+    check,
+)
 
 TWICE_BUT_ONCE = 2 * BATCHES - 1
 
@@ -78,7 +103,8 @@ def test_fp16_without_the_callback_is_refused():
 
 def test_accumulation_without_the_callback_is_another_run():
     module = Module()
-    trainer(accumulate_grad_batches=2).fit(module, loader())
+    with pytest.warns(RuntimeWarning, match="does not zero the gradients"):
+        trainer(accumulate_grad_batches=2).fit(module, loader())
     assert module.net.evaluations == BATCHES + 2  # only the last micro-batch is seen twice
     expected = plain_run(epochs=1, accumulate=2).states[-1]
     assert not torch.allclose(module.net.body[0].weight, expected["body.0.weight"], rtol=1e-3)
@@ -446,3 +472,88 @@ def test_the_trainer_of_the_other_package_is_refused_with_the_import_to_use():
     )  # fmt: skip
     with pytest.raises(TypeError, match=r"pytorch_lightning\.Trainer.*from lightning\.pytorch,"):
         run_by_other.fit(Other(), loader())
+
+
+# -- Untuned: the average ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("watched", [False, True], ids=["bare", "watched"])
+def test_without_its_callback_the_iterate_is_saved_and_one_warning_says_so(
+    tmp_path, watched, recwarn
+):
+    """What the callback is for."""
+    done = untuned(tmp_path, *[UntunedWatch()] * watched, callback=[])
+    told = [str(w.message) for w in recwarn if "holds the iterate of Untuned" in str(w.message)]
+    assert len(told) == watched
+    assert all("callbacks=[UntunedCallback()]" in text for text in told)
+    for step, state in (*done.saved.items(), *done.validated.items()):
+        assert torch.equal(state["body.0.weight"], done.states[step - 1]["body.0.weight"])
+
+
+def test_lightning_adds_the_watch_by_itself(monkeypatch, tmp_path, recwarn):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+    def entry_points(group):  # as they are once the package is installed
+        found = project["entry-points"].get(group, {})
+        return [EntryPoint(name, value, group) for name, value in found.items()]
+
+    monkeypatch.setattr("lightning.fabric.utilities.registry.entry_points", entry_points)
+    untuned(tmp_path / "with")
+    assert not [w for w in recwarn if "holds the iterate" in str(w.message)]
+    with pytest.warns(UserWarning, match="holds the iterate of Untuned"):
+        untuned(tmp_path / "without", callback=[])
+    monkeypatch.delitem(sys.modules, "stormplus.torch")
+    assert lightning_callbacks() == []
+
+
+def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
+    done = untuned(tmp_path, callback=[UntunedCallback(recalibrate_batches=4)])
+    plain, (x, _) = untuned_run(), data()
+    names = set(plain.averages[0])
+    ours = [{k: v for k, v in state.items() if k in names} for state in done.states]
+    theirs = [{k: v for k, v in state.items() if k in names} for state in plain.states]
+    assert_same_states(ours, theirs)  # no random number was drawn, no weight moved
+    for step, states in ((SAMPLES, [snapshot(done.net), done.validated[SAMPLES]]), (4, [])):
+        net = network()
+        net.load_state_dict(plain.states[step - 1])
+        net.load_state_dict(done.saved[step], strict=False)
+        recalibrate(net, x.split(ROWS)[2:] if step == SAMPLES else x.split(ROWS)[:4])
+        for state in (*states, done.saved[step]):
+            for name in ("body.1.running_mean", "body.1.running_var"):
+                torch.testing.assert_close(state[name], net.state_dict()[name], rtol=1e-9, atol=0)
+    came_in = {4, 8, SAMPLES} | {BATCHES}  # saved, and validated
+    assert len(done.module.losses) == SAMPLES + 4 * len(came_in)
+
+
+def test_an_interrupted_run_leaves_the_average():
+    module = Module(kind=Untuned)
+    module.net.fails_at = 6
+    fit = trainer(UntunedCallback())
+    with pytest.raises(OSError, match="a broken disc"):
+        fit.fit(module, loader())
+    plain = untuned_run(epochs=1)
+    assert_at_average(snapshot(module.net), plain.averages[4], plain.states[4])
+    assert "save_checkpoint" not in vars(fit)
+
+
+def test_a_checkpoint_in_the_middle_of_a_step_disturbs_nothing(tmp_path):
+    class Saves(Module):
+        def on_before_optimizer_step(self, optimizer):
+            self.trainer.save_checkpoint(tmp_path / "now.ckpt")
+
+    recorder, plain = Recorder(), untuned_run(epochs=1)
+    trainer(UntunedCallback(), recorder).fit(Saves(kind=Untuned), loader())
+    assert_same_runs(recorder.run, plain)
+    assert_at_average(weights_of(tmp_path / "now.ckpt"), plain.averages[-2], plain.states[-2])
+
+
+def test_what_the_callback_of_untuned_refuses():
+    with pytest.raises(TypeError, match=r"is for Untuned, got StormPlus: return Untuned"):
+        trainer(UntunedCallback()).fit(Module(), loader())
+    with pytest.raises(ValueError, match=r"at least 0, got -1: 20 is"):
+        UntunedCallback(recalibrate_batches=-1)
+    by_hand = Manual(without_closure, kind=Untuned)
+    with pytest.raises(ValueError, match=r"manual optimization: leave it out, and call stormplus"):
+        trainer(UntunedCallback(recalibrate_batches=2)).fit(by_hand, loader())
+    trainer(UntunedCallback()).fit(by_hand, loader())
+    assert by_hand.net.evaluations == BATCHES

@@ -1,5 +1,8 @@
 """skorch: what only its nets do. What trainers share is in `test_trainers.py`."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 
@@ -14,15 +17,18 @@ from trainer_cases import (
     BATCHES,
     EPOCHS,
     ROWS,
+    SAMPLES,
+    assert_at_average,
     assert_same_states,
     data,
     loss_of,
     network,
     plain_run,
     snapshot,
+    untuned_run,
 )
 
-from stormplus import SimplifiedStormPlus, StormPlus, same_sample
+from stormplus import SimplifiedStormPlus, StormPlus, Untuned, same_sample
 from stormplus.integrations.skorch import StormMixin
 
 
@@ -140,3 +146,68 @@ def test_a_step_without_a_closure_is_refused():
     net.initialize()
     with pytest.raises(TypeError, match="got no closure"):
         net._step_optimizer(None)
+
+
+# -- Untuned: the average, and no learning rate --------------------------------------------------
+
+
+def test_without_the_mixin_untuned_cannot_be_made():
+    """skorch passes its lr to every optimizer: nothing goes wrong quietly."""
+    with pytest.raises(TypeError, match="lr"):
+        fit(None, net=NeuralNet, kind=Untuned)
+
+
+@pytest.mark.parametrize("where", ["lr", "optimizer__lr"])
+def test_a_learning_rate_is_ignored_with_a_warning(where):
+    net, run = made(epochs=1, optimizer=Untuned, **{where: 0.01})
+    with pytest.warns(UserWarning, match=r"lr=0.01 is ignored: Untuned .*pass 1.0") as told:
+        net.fit(*data())
+    assert len([w for w in told if "is ignored" in str(w.message)]) == 1
+    assert_same_states(run.states, untuned_run(epochs=1).states)
+
+
+def test_predictions_and_copies_are_at_the_average():
+    net, run = made(optimizer=Untuned)
+    x, y = data()
+    net.fit(x, y)
+    plain, more = untuned_run(), untuned_run(epochs=2 * EPOCHS)
+    assert_same_states(run.states, plain.states)
+    expected = network()
+    expected.load_state_dict(plain.states[-1] | plain.averages[-1])
+    with torch.no_grad():
+        out = expected.eval()(x)
+    for one in (pickle.loads(pickle.dumps(net)), copy.deepcopy(net), net):
+        torch.testing.assert_close(torch.from_numpy(one.predict(x)), out, rtol=1e-7, atol=1e-9)
+        one.partial_fit(x, y)  # from the iterate
+        assert_at_average(snapshot(one.module_), more.averages[-1], more.states[-1])
+
+
+class Predicts(Callback):
+    """Asks for a prediction in the middle of an epoch."""
+
+    def on_batch_end(self, net, training=False, **_):
+        if training:
+            net.predict(data(1)[0])
+
+
+def test_a_prediction_in_the_middle_of_an_epoch_disturbs_nothing():
+    run = fit(None, kind=Untuned, tool=True, callbacks=[("predicts", Predicts())])
+    plain = untuned_run()
+    for step, state in enumerate(run.states):
+        if step:  # at first the two are one
+            assert_at_average(state, plain.averages[step], plain.states[step])
+    assert run.net.evaluations == SAMPLES
+
+
+def test_weights_that_are_loaded_alone_are_begun_from_anew(tmp_path):
+    net, run = made(optimizer=Untuned, epochs=1)
+    net.fit(*data())
+    net.save_params(f_params=tmp_path / "1.pt")
+    net.partial_fit(*data())
+    net.load_params(f_params=tmp_path / "1.pt")
+    plain, begun = untuned_run(), []
+    run.opt.register_step_pre_hook(lambda *_: begun.append(snapshot(run.net)))
+    with pytest.warns(UserWarning, match="without the state of Untuned: it begins anew"):
+        net.partial_fit(*data())
+    assert_at_average(begun[0], plain.averages[BATCHES - 1], plain.states[BATCHES - 1])
+    assert run.opt.diagnostics()["step"] == BATCHES

@@ -7,15 +7,19 @@ import pytest
 import torch
 from pages import run_example, run_page
 from trainer_cases import (
+    BATCHES,
     EPOCHS,
     SAMPLES,
     STATISTICS,
     Run,
+    assert_at_average,
     assert_same_runs,
     assert_same_states,
     hooks_left,
     network,
     plain_run,
+    snapshot,
+    untuned_run,
 )
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
@@ -155,9 +159,7 @@ UNTUNED = [
     ("huggingface", False),
     ("accelerate", False),
     ("accelerate", True),
-    ("fastai", False),
     ("keras", True),
-    ("skorch", False),
     ("skorch", True),
 ]
 
@@ -180,15 +182,38 @@ def test_untuned_accumulates_as_the_trainer_does(name, cases, tmp_path):
 @pytest.mark.parametrize(
     ("name", "advice"),
     [
-        ("lightning", r"got Untuned: .*leave the callback out"),
-        ("huggingface", r"got Untuned: .*transformers.Trainer"),
-        ("fastai", r"Untuned takes one gradient a step.*leave"),
+        ("lightning", r"got Untuned: .*callback of Untuned is UntunedCallback"),
+        ("huggingface", r"got Untuned: .*transformers.Trainer.*UntunedCallback"),
+        ("fastai", r"Untuned takes one gradient a step.*UntunedCallback"),
     ],
     ids=["lightning", "huggingface", "fastai"],
 )
 def test_untuned_has_no_use_for_a_second_evaluation(name, advice, cases, tmp_path):
     with pytest.raises(TypeError, match=advice):
         cases.fit(tmp_path, kind=Untuned, tool=True)
+
+
+@trainers()
+def test_what_is_validated_and_saved_is_the_average(name, cases, tmp_path):
+    run, plain = cases.untuned(tmp_path), untuned_run(**dtype_of(name))
+    assert_same_runs(run, plain)  # the iterates are those of a loop that never looks
+    assert run.net.evaluations == run.opt.grad_evaluations == SAMPLES
+    assert run.validated.keys() == {BATCHES, SAMPLES}
+    assert {BATCHES, SAMPLES} & run.saved.keys()
+    assert run.opt.at_average
+    left = {SAMPLES: snapshot(run.net)}
+    for found in (run.validated, run.saved, left):
+        for step, state in found.items():
+            assert_at_average(state, plain.averages[step - 1], plain.states[step - 1])
+
+
+@trainers()
+def test_a_run_that_was_saved_at_the_average_goes_on_from_the_iterate(name, cases, tmp_path):
+    first, second = cases.untuned_in_two(tmp_path)
+    assert (len(first.states), len(second.states)) == (BATCHES, BATCHES)
+    plain = plain_run(kind=Untuned, **dtype_of(name))
+    assert_same_states(first.states + second.states, plain.states)
+    assert second.opt.diagnostics() == plain.opt.diagnostics()
 
 
 # -- without the integration, and when something fails -------------------------------------------
@@ -312,6 +337,21 @@ def test_the_example_counts_its_evaluations(name, cases, tmp_path, monkeypatch):
     out = run_example(*command)
     for line in lines:
         assert line in out
+
+
+UNTUNED_EXAMPLES = {
+    "lightning": ["untuned_lightning.py", "best checkpoint: accuracy 0."],
+    "huggingface": ["untuned_trainer.py", "the last checkpoint is the same model"],
+}
+
+
+@trainers(*UNTUNED_EXAMPLES)
+def test_the_example_of_untuned_ends_at_the_average(name, cases, tmp_path):
+    script, line = UNTUNED_EXAMPLES[name]
+    out = run_example(script, "--epochs", 3, "--out", tmp_path)
+    assert "132 steps, 132 gradients, left at the average" in out
+    assert line in out
+    assert float(out.split("not trained on: ")[1]) > 0.85
 
 
 @trainers("lightning", "huggingface")

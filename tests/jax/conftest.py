@@ -1,4 +1,6 @@
 import sys
+from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -7,14 +9,23 @@ import pytest
 sys.path.append(str(Path(__file__).parent))
 
 
+# Tests of how the transformations live inside what optax 0.2.4 lacks: `partition`,
+# `selective_transform`, functions as arguments through `MultiSteps`.
+OPTAX_0_2_5 = ("test_partition_", "-partition]", "-selective_transform]", "test_multi_steps_")
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
     """Two of the three rules of one template wait for the long suite: each case compiles."""
+    old = version("optax") == "0.2.4" if find_spec("optax") else False
     for item in items:
+        if item.path.parent != Path(__file__).parent:
+            continue
         case = getattr(item, "callspec", None)
-        here = item.path.parent == Path(__file__).parent
-        if here and case and case.params.get("name") in ("simplified_storm_plus", "storm"):
+        if case and case.params.get("name") in ("simplified_storm_plus", "storm"):
             item.add_marker(pytest.mark.long)
+        if old and any(part in item.name for part in OPTAX_0_2_5):
+            item.add_marker(pytest.mark.skip("optax 0.2.4 lacks what this is about"))
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -27,5 +38,6 @@ def quick_compiler():
 def x64():
     """Float64 for one test; the others run with jax's default of float32."""
     jax = pytest.importorskip("jax")
-    with jax.enable_x64(True):
-        yield
+    jax.config.update("jax_enable_x64", True)
+    yield
+    jax.config.update("jax_enable_x64", False)

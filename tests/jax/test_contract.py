@@ -253,7 +253,7 @@ def test_the_buffers(name):
         sizes = [leaf.size for leaf in jax.tree.leaves(state)]
         assert sum(size >= 100_000 for size in sizes) == count * len(BUFFERS[name])
         assert sum(size for size in sizes if size < 100_000) < 10_000  # the sample, if any
-        marked = optax.tree.map_params(tx, lambda leaf: 0 * leaf + 7, state)
+        marked = optax.tree_utils.tree_map_params(tx, lambda leaf: 0 * leaf + 7, state)
         for buffer in BUFFERS[name]:
             assert all((leaf == 7).all() for leaf in jax.tree.leaves(getattr(marked, buffer)))
         rest = {buffer: getattr(state, buffer) for buffer in BUFFERS[name]}

@@ -4,11 +4,12 @@ from contextlib import nullcontext
 
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, network, snapshot
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, make, network, snapshot
 
-from stormplus import StormPlus
+from stormplus import StormPlus, Untuned
 from stormplus.integrations.accelerate import prepare
 from stormplus.torch import PairedOptimizer
 
@@ -48,7 +49,7 @@ def fit(
     run.scaler = accelerator.scaler
     net = run.net = network(dtype, dropout)
     setup(net)
-    opt = run.opt = kind(net.parameters(), lr=lr)
+    opt = run.opt = make(kind, net.parameters(), lr)
     rows = ROWS * accumulate // window
     loader = DataLoader(TensorDataset(*data(batches, dtype)), batch_size=rows)
     scheduler = run.scheduler = LambdaLR(opt, schedule)
@@ -84,3 +85,41 @@ def in_two(folder):
 
 
 RESUMES = {"load_state": in_two}
+
+
+def untuned(folder, first=0, epochs=EPOCHS, load=None, prepared=prepare, steps=1, **options):
+    """A loop that knows `model.train()` and `model.eval()` only."""
+    run = Run()
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=steps)
+    net = run.net = network()
+    run.opt = Untuned(net.parameters())
+    rows = DataLoader(TensorDataset(*data()), batch_size=ROWS)
+    model, opt, rows = prepared(accelerator, net, run.opt, rows, **options)
+    run.validated, run.saved = {}, {}
+    if load:
+        accelerator.load_state(load)
+    for epoch in range(first, epochs):
+        model.train()
+        for i, (x, y) in enumerate(rows):
+            if i % steps == 0:
+                torch.manual_seed(epoch * BATCHES + i)
+            with accelerator.accumulate(model):
+                accelerator.backward(loss_of(model, x, y))
+                opt.step()
+                opt.zero_grad()
+            if accelerator.sync_gradients:
+                run.states.append(snapshot(net))
+        model.eval()
+        with torch.no_grad():
+            model(data(1)[0])
+        done = (epoch + 1) * BATCHES // steps
+        run.validated[done] = snapshot(net)
+        model.train()
+        accelerator.save_state(folder / str(done))
+        run.saved[done] = load_file(folder / str(done) / "model.safetensors")
+    return run
+
+
+def untuned_in_two(folder):
+    first = untuned(folder, epochs=1)
+    return first, untuned(folder, first=1, load=folder / str(BATCHES))

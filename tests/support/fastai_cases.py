@@ -5,7 +5,7 @@ import warnings
 import torch
 from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, distance, network, snapshot
 
-from stormplus import StormPlus
+from stormplus import StormPlus, Untuned
 from stormplus.torch import PairedOptimizer
 
 with warnings.catch_warnings():
@@ -21,7 +21,7 @@ with warnings.catch_warnings():
         NonNativeMixedPrecision,  # noqa: F401
     )
     from fastai.callback.schedule import ParamScheduler
-    from fastai.callback.tracker import SaveModelCallback  # noqa: F401
+    from fastai.callback.tracker import SaveModelCallback
     from fastai.callback.training import (
         GradientAccumulation,  # noqa: F401
         GradientClip,
@@ -30,8 +30,13 @@ with warnings.catch_warnings():
     from fastai.data.load import DataLoader
     from fastai.learner import Learner
     from fastai.optimizer import OptimWrapper  # noqa: F401
+    from fastcore.basics import noop
 
-    from stormplus.integrations.fastai import StormCallback
+    from stormplus.integrations.fastai import (
+        StormCallback,
+        UntunedCallback,
+        UntunedWatch,  # noqa: F401
+    )
     from stormplus.integrations.fastai import opt_func as ours
 
 
@@ -82,7 +87,7 @@ def learner(
         opt_func=ours() if opt_func is None else opt_func,
         cbs=[*[StormCallback()] * tool, watch, *callbacks], **options,
     )  # fmt: skip
-    learn.logger = lambda *_: None
+    learn.logger = noop  # silent, and can be pickled
     learn.create_mbar = False
     if hasattr(learn, "progress"):
         learn.remove_cb(learn.progress)
@@ -107,7 +112,7 @@ def fit(
     setup(net)
     learn, run = learner(
         folder, *callbacks, watch=Watch(run, first), net=net, tool=tool, dtype=dtype,
-        opt_func=opt_func or ours(kind, lr=lr),
+        opt_func=opt_func or ours(kind, lr=lr),  # 1.0 is what Untuned has
     )  # fmt: skip
     if load:
         learn.load(load)
@@ -123,3 +128,37 @@ def in_two(folder):
 
 
 RESUMES = {"save and load": in_two}
+
+
+class Validated(Callback):
+    """Where the network was validated, by the number of steps so far."""
+
+    run_train = False
+
+    def __init__(self, run):
+        self.run_ = run
+        run.validated = {}
+
+    def after_pred(self):
+        self.run_.validated[len(self.run_.states)] = snapshot(self.learn.model)
+
+
+def untuned(folder, *callbacks, callback=None, epochs=EPOCHS, **options):
+    run = Run()
+    tool = [UntunedCallback()] if callback is None else callback
+    saves = [SaveModelCallback(monitor="valid_loss", every_epoch=True)]
+    fit(
+        folder, *tool, *saves, Validated(run), *callbacks, kind=Untuned, tool=False, run=run,
+        epochs=epochs, **options,
+    )  # fmt: skip
+    run.learn.remove_cbs(run.learn.cbs.filter(lambda cb: cb.name in ("save_model", "validated")))
+    run.learn.save("half")
+    run.saved = {
+        BATCHES * (i + 1): torch.load(folder / "models" / f"model_{i}.pth", weights_only=True)
+        for i in range(epochs)
+    }
+    return run
+
+
+def untuned_in_two(folder):
+    return untuned(folder, epochs=1), untuned(folder, epochs=1, first=BATCHES, load="half")

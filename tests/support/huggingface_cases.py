@@ -1,14 +1,15 @@
 """Models and trainers of Hugging Face for the tests, in one process and in several."""
 
 import torch
+from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, network, snapshot
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, make, network, snapshot
 from transformers import Trainer, TrainerCallback
 from transformers import TrainingArguments as Arguments
 
-from stormplus import StormPlus
-from stormplus.integrations.huggingface import StormPlusTrainer
+from stormplus import StormPlus, Untuned
+from stormplus.integrations.huggingface import StormPlusTrainer, UntunedCallback
 from stormplus.torch import PairedOptimizer
 
 
@@ -102,7 +103,7 @@ def fit(
     tool = issubclass(kind, PairedOptimizer) if tool is None else tool
     model = Model(dtype, dropout)
     setup(model.net)
-    opt = run.opt = kind(model.parameters(), lr=lr)
+    opt = run.opt = make(kind, model.parameters(), lr)
     run.net = model.net
     given = arguments(
         folder, num_train_epochs=epochs, gradient_accumulation_steps=accumulate,
@@ -131,3 +132,43 @@ def in_two(folder):
 
 
 RESUMES = {"resume_from_checkpoint": in_two}
+
+
+class Validated(TrainerCallback):
+    """Where the network was evaluated, by the number of steps so far."""
+
+    def __init__(self, run):
+        self.run = run
+        run.validated = {}
+
+    def on_prediction_step(self, args, state, *_, **kwargs):
+        self.run.validated[state.global_step] = snapshot(self.run.net)
+
+
+def untuned(folder, callback=None, **options):
+    run = Run()
+    tool = [UntunedCallback()] if callback is None else callback
+    settings = {"save_strategy": "steps", "save_steps": 4, "eval_strategy": "epoch"}
+    settings |= {"label_names": ["labels"], "per_device_eval_batch_size": ROWS}
+    fit(
+        folder, kind=Untuned, run=run, callbacks=[Validated(run), *tool], eval_dataset=Rows(1),
+        **settings | options,
+    )  # fmt: skip
+    run.trainer.save_model(folder / f"checkpoint-{run.trainer.state.global_step}")
+    run.saved = {
+        int(path.name.split("-")[1]): weights_of(path) for path in folder.glob("checkpoint-*")
+    }
+    return run
+
+
+def weights_of(folder):
+    saved = load_file(folder / "model.safetensors")
+    return {name.removeprefix("net."): value for name, value in saved.items()}
+
+
+def untuned_in_two(folder):
+    saving = {"save_steps": BATCHES, "eval_strategy": "no"}
+    first = untuned(folder, **saving)
+    first.states = first.states[:BATCHES]
+    half = str(folder / f"checkpoint-{BATCHES}")
+    return first, untuned(folder, resume=half, seen=BATCHES, **saving)

@@ -6,7 +6,7 @@ from contextlib import suppress
 import torch
 from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, distance, network, snapshot
 
-from stormplus import StormPlus
+from stormplus import StormPlus, Untuned
 
 os.environ["KERAS_BACKEND"] = "torch"
 import keras
@@ -172,3 +172,56 @@ def by_backup(folder):
 
 
 RESUMES = {"save": by_model, "save_weights": by_weights, "BackupAndRestore": by_backup}
+
+
+# -- Untuned -------------------------------------------------------------------------------------
+
+
+class Validated(keras.callbacks.Callback):
+    """Where the network was validated, by the number of steps so far."""
+
+    def __init__(self, run, net):
+        super().__init__()
+        self.run, self.net = run, net
+        run.validated = {}
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.run.validated[len(self.run.states)] = snapshot(self.net)
+
+
+def inside(folder=None, epoch=None):
+    """A compiled model, with the weights of a file."""
+    model = compiled(TorchInside(), Untuned.__name__)
+    x, _ = data(1, dtype=torch.float32)
+    model(x)
+    model.optimizer.build(model.trainable_variables)
+    if folder is not None:
+        model.load_weights(folder / f"{epoch}.weights.h5")
+    return model
+
+
+def untuned(folder, epochs=EPOCHS, model=None, first=0, callbacks=()):
+    model = model or inside()
+    net, run = model.inside.module, Run()
+    run.net = net
+    saves = keras.callbacks.ModelCheckpoint(
+        folder / "{epoch}.weights.h5", save_weights_only=True, monitor="val_loss"
+    )
+    watch = Watch(run, lambda: snapshot(net), first)
+    x, y = data(dtype=torch.float32)
+    model.fit(
+        x.numpy(), y.numpy(), batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
+        validation_data=(x.numpy()[:ROWS], y.numpy()[:ROWS]), validation_batch_size=ROWS,
+        callbacks=[watch, Validated(run, net), saves, *callbacks],
+    )  # fmt: skip
+    run.opt, run.trainer = model.optimizer.torch_optimizer, model
+    run.saved = {
+        BATCHES * epoch: snapshot(inside(folder, epoch).inside.module)
+        for epoch in range(1, epochs + 1)
+    }
+    return run
+
+
+def untuned_in_two(folder):
+    first = untuned(folder, epochs=1)
+    return first, untuned(folder, epochs=1, model=inside(folder, 1), first=BATCHES)

@@ -7,10 +7,10 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, network, snapshot
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, make, network, snapshot
 
-from stormplus import StormPlus
-from stormplus.integrations.lightning import StormPlusCallback
+from stormplus import StormPlus, Untuned
+from stormplus.integrations.lightning import StormPlusCallback, UntunedCallback
 from stormplus.torch import PairedOptimizer
 
 
@@ -44,7 +44,7 @@ class Module(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        opt = self.kind(self.parameters(), **self.options)
+        opt = make(self.kind, self.parameters(), **self.options)
         if self.schedule is None:
             return opt
         scheduler = {"scheduler": LambdaLR(opt, self.schedule), "interval": "step"}
@@ -147,3 +147,53 @@ def in_two(folder):
 
 
 RESUMES = {"ckpt_path": in_two}
+
+
+class ValidatedModule(Module):
+    def validation_step(self, batch, batch_idx):
+        self.validated = snapshot(self.net)
+        self.log("val_loss", loss_of(self.net, *batch))
+
+
+class Validated(Callback):
+    """Where the network was validated, by the number of steps so far."""
+
+    def __init__(self, run):
+        self.run = run
+        run.validated = {}
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.run.validated[trainer.global_step] = pl_module.validated
+
+
+def untuned(folder, *callbacks, resume=None, epochs=EPOCHS, callback=None, **options):
+    recorder = Recorder()
+    run = recorder.run
+    saver = ModelCheckpoint(folder, save_top_k=-1, filename="{step}", every_n_train_steps=4)
+    best = ModelCheckpoint(folder, monitor="val_loss", filename="best")
+    tool = [UntunedCallback()] if callback is None else callback
+    run.trainer = trainer(
+        *callbacks, best, saver, recorder, Validated(run), *tool, epochs=epochs,
+        enable_checkpointing=True, num_sanity_val_steps=1, **options,
+    )  # fmt: skip
+    module = run.module = ValidatedModule(kind=Untuned)
+    rows = loader()
+    run.trainer.fit(module, rows, rows, ckpt_path=resume, weights_only=True)
+    run.trainer.save_checkpoint(folder / f"step={run.trainer.global_step}.ckpt")
+    run.saved = {
+        int(path.stem.split("=")[1]): weights_of(path) for path in folder.glob("step=*.ckpt")
+    }
+    best_file = torch.load(best.best_model_path, weights_only=True)
+    run.saved[best_file["global_step"]] = weights_of(best.best_model_path)
+    return run
+
+
+def weights_of(path):
+    saved = torch.load(path, weights_only=True)["state_dict"]
+    return {k.removeprefix("net."): v for k, v in saved.items() if k.startswith("net.")}
+
+
+def untuned_in_two(folder):
+    first = untuned(folder, epochs=1)
+    return first, untuned(folder, resume=folder / f"step={BATCHES}.ckpt")

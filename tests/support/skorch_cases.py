@@ -3,13 +3,15 @@
 import pickle
 
 import skorch
+import skorch.dataset
+import skorch.helper
 import torch
 from skorch.callbacks import Callback, Checkpoint, GradientNormClipping, LoadInitState, LRScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from trainer_cases import BATCHES, EPOCHS, ROWS, Network, Run, data, distance, snapshot
 
-from stormplus import StormPlus
+from stormplus import StormPlus, Untuned
 from stormplus.integrations.skorch import StormMixin
 from stormplus.torch import PairedOptimizer
 
@@ -131,3 +133,45 @@ def pickled(folder):
 
 
 RESUMES = {"save_params": with_params, "Checkpoint": with_checkpoints, "pickle": pickled}
+
+
+class Validated(Callback):
+    """Where the net was validated, by the number of steps so far."""
+
+    def __init__(self, run):
+        self.run = run
+        run.validated = {}
+
+    def on_batch_end(self, net, training=False, **_):
+        if not training:
+            self.run.validated[len(self.run.states)] = snapshot(net.module_)
+
+
+def untuned(folder, epochs=EPOCHS, callbacks=(), **options):
+    run = Run()
+    every = Checkpoint(
+        monitor=None, dirname=folder, f_params="{last_epoch[epoch]}.pt", f_optimizer="o.pt",
+        f_history=None, f_criterion=None,
+    )  # fmt: skip
+    best = Checkpoint(monitor="valid_loss_best", dirname=folder, f_params="best.pt")
+    rows = skorch.helper.predefined_split(skorch.dataset.Dataset(*data(1)))
+    fit(
+        folder, kind=Untuned, tool=True, run=run, epochs=epochs, train_split=rows,
+        callbacks=[*callbacks, ("validated", Validated(run)), ("every", every), ("best", best)],
+        **options,
+    )  # fmt: skip
+    run.saved = {
+        BATCHES * epoch: torch.load(folder / f"{epoch}.pt", weights_only=True)
+        for epoch in range(1, epochs + 1)
+    }
+    return run
+
+
+def untuned_in_two(folder):
+    first = untuned(folder, epochs=1)
+    files = {"f_params": folder / "1.pt", "f_optimizer": folder / "o.pt"}
+    net, run = made(watch=Watch(first=BATCHES), epochs=1, optimizer=Untuned)
+    net.initialize()
+    net.load_params(**files)
+    net.partial_fit(*data())
+    return first, run

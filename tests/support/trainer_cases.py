@@ -12,7 +12,8 @@ from torch import nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from stormplus import StormPlus, same_sample, scaled_step
+from stormplus import StormPlus, Untuned, same_sample, scaled_step
+from stormplus.rules import INTERPOLATION, average_weight
 from stormplus.torch import PairedOptimizer
 
 ROWS = 8  # of a batch
@@ -63,8 +64,9 @@ def loss_of(model, x, y, half=None):
 
 
 def snapshot(model):
-    """Parameters and buffers."""
-    return {name: value.detach().clone() for name, value in model.state_dict().items()}
+    """Parameters and buffers, as they are: taking the state may put an average in."""
+    tensors = (*model.named_parameters(), *model.named_buffers())
+    return {name: value.detach().clone() for name, value in tensors}
 
 
 class Run(SimpleNamespace):
@@ -72,6 +74,11 @@ class Run(SimpleNamespace):
 
     def __init__(self):
         super().__init__(states=[], opt=None, net=None)
+
+
+def make(kind, params, lr=1.0, **options):
+    """Untuned has no lr."""
+    return kind(params, **options) if kind is Untuned else kind(params, lr=lr, **options)
 
 
 def plain_run(
@@ -94,7 +101,7 @@ def plain_run(
     x, y = data(batches, dtype)
     run = Run()
     net = run.net = network(dtype)
-    opt = run.opt = kind(net.parameters(), lr=lr, **options)
+    opt = run.opt = make(kind, net.parameters(), lr, **options)
     scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
     run.losses = []
 
@@ -129,6 +136,38 @@ def plain_run(
             opt.step(same_sample(opt, net)(closure) if paired else closure)
         run.states.append(snapshot(net))
     return run
+
+
+def averages(states, start):
+    """The average of `Untuned` after every step, from the iterates alone.
+
+    With y = (1 - b) z + b x and x <- x + c (z - x), a new y and the x before it tell z.
+    """
+    b, found = INTERPOLATION, [{k: v.clone() for k, v in start.items()}]
+    for t, state in enumerate(states, 1):
+        c, before = float(average_weight(t)), found[-1]
+        zs = {k: (y - b * (1 - c) * before[k]) / (1 - b + b * c) for k, y in state.items()}
+        found.append({k: before[k] + c * (z - before[k]) for k, z in zs.items()})
+    return found[1:]
+
+
+def untuned_run(**options):
+    """The plain loop with `Untuned`, and the average after every step, without the statistics."""
+    run = plain_run(kind=Untuned, **options)
+    names = {name for name, _ in run.net.named_parameters()}
+    states = [{k: v for k, v in state.items() if k in names} for state in run.states]
+    first = network(options.get("dtype", torch.float64)).state_dict()
+    run.averages = averages(states, {k: first[k] for k in names})
+    return run
+
+
+def assert_at_average(state, average, iterate):
+    """All weights are those of the average, which is not the iterate."""
+    close = 1e-9 if average["body.0.weight"].dtype == torch.float64 else 1e-5
+    for name, value in average.items():
+        torch.testing.assert_close(state[name], value, rtol=close, atol=close)
+    apart = (average["body.0.weight"] - iterate["body.0.weight"]).abs().max()
+    assert apart > 20 * close
 
 
 def assert_same_states(states, expected):

@@ -1,7 +1,7 @@
 """Each test is named after the paper's statement. docs/theory.md tells what was found."""
 
 import math
-from decimal import Decimal, localcontext
+from decimal import Context, Decimal, localcontext
 from functools import partial
 
 import numpy as np
@@ -28,14 +28,14 @@ def decimals(value):
 
 def in_80_digits(inequality, *arguments):
     """What is false there is false, not rounded."""
-    with localcontext(prec=80):
+    with localcontext(Context(prec=80)):
         return inequality(*map(decimals, arguments))
 
 
 def check(inequality, *arguments):
     """True in 80 digits with no slack, and in float64 up to rounding."""
     exact = in_80_digits(inequality, *arguments)
-    with localcontext(prec=80):
+    with localcontext(Context(prec=80)):
         assert exact.holds(1e-60), f"false, and not by rounding: {exact}"
     rounded = inequality(*arguments)
     # n sums and n powers, each right to an ulp or so.
@@ -67,7 +67,7 @@ def test_lemma_shifted_technical_1_also_with_factor_1(b, first, p):
     check(lemmas.shifted_technical_1, b, first, p)
     printed = in_80_digits(lemmas.shifted_technical_1, b, first, p)
     sharp = in_80_digits(lemmas.shifted_technical_1_sharp, b, first, p)
-    with localcontext(prec=80):
+    with localcontext(Context(prec=80)):
         assert sharp.holds(1e-30), f"false, and not by rounding: {sharp}"
     assert sharp.right <= printed.right
 
@@ -137,7 +137,7 @@ def test_gains_are_those_of_the_rule(g_sq):
 @example([1.0, 1.0, 1.0], 1.0)
 @example([4.0] * 30, 1.0)
 def test_lemma_ats_tau_star(g_sq, slack):
-    with localcontext(prec=80):
+    with localcontext(Context(prec=80)):
         grad_bound = Decimal(max(g_sq)).sqrt() * Decimal(slack)  # G: any bound will do
         first, second = lemmas.ats_tau_star(decimals(g_sq), grad_bound)
         assert len(first) + len(second) == len(g_sq)

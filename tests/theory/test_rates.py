@@ -29,6 +29,7 @@ from stormplus.theory.rates.experiment import corrected_momentum, measure, sampl
 from stormplus.theory.rates.report import details
 from stormplus.theory.rates.store import load, part, read, save
 from stormplus.theory.rivals import adagrad_norm, sgd
+from stormplus.versions import release
 
 # The experiment.
 
@@ -195,7 +196,8 @@ def command(tmp_path, monkeypatch):
 
     def invoke(*arguments):
         given = ["rates", "--output", str(tmp_path), *arguments]
-        return CliRunner().invoke(main, given, catch_exceptions=False)
+        apart = {"mix_stderr": False} if release("click") < (8, 2) else {}
+        return CliRunner(**apart).invoke(main, given, catch_exceptions=False)
 
     return invoke
 

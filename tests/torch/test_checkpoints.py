@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
+from checkpoint_ways import dcp_load, dcp_save
 from optimizers import CASES, every, made
 from problems_for_tests import Network
 from torch import nn
@@ -10,10 +10,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from stormplus import StormPlus, UniformIterate, scaled_step
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning"),
-    pytest.mark.usefixtures("uncompiled"),
-]
+pytestmark = pytest.mark.usefixtures("uncompiled")
 OTHERS = ("schedule", "scaler", "iterate")
 
 
@@ -50,9 +47,9 @@ def states(made):
 
 def test_all_parts_of_a_run_through_dcp(tmp_path):
     trained, fresh = parts(6), parts(0)
-    dcp.save(states(trained), checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_save(states(trained), tmp_path / "dcp")
     loaded = states(fresh)
-    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_load(loaded, tmp_path / "dcp")
     set_state_dict(
         fresh["model"],
         fresh["opt"],
@@ -74,10 +71,10 @@ def test_a_state_that_dcp_loads_in_part_is_refused(case, tmp_path):
     # dcp drops numbers under integer keys, which opt.state_dict() has: without a word of its own
     problem, params, opt = made(case, samples=3)
     case.train(problem, opt, params)
-    dcp.save({"opt": opt.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_save({"opt": opt.state_dict()}, tmp_path / "dcp")
     fresh = made(case)[2]
     loaded = {"opt": fresh.state_dict()}
-    dcp.load(loaded, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    dcp_load(loaded, tmp_path / "dcp")
     with pytest.raises(ValueError, match=r"loaded in part.*get_state_dict\(model, opt\)"):
         fresh.load_state_dict(loaded["opt"])
 

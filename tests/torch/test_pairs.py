@@ -335,7 +335,6 @@ def test_gradients_that_accumulate_count_as_computed():
     assert opt.grad_evaluations == 5
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 @every_paired
 @pytest.mark.parametrize("way", [through_torch_save, through_dcp], ids=["torch.save", "dcp"])
 def test_a_checkpoint_between_the_halves(case, way, tmp_path):

@@ -3,7 +3,8 @@
     model, opt, loader = prepare(accelerator, model, opt, loader)
 
 Accelerate hands the closure on, but drops it whenever gradients are not synchronised, and
-in fp16 gives it to `scaler.step`, which does not know what to do with it.
+in fp16 gives it to `scaler.step`, which does not know what to do with it. `Untuned` steps as any
+optimizer does; what `prepare` adds is its average, wherever the model is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import Any
 
 from torch import nn
 
-from stormplus.torch import PairedOptimizer, same_sample, scaled_step
+from stormplus.install import how_to
+from stormplus.integrations.untuned import Average
+from stormplus.torch import PairedOptimizer, Untuned, same_sample, scaled_step
 
 try:
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
@@ -22,7 +25,7 @@ try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this integration needs accelerate: pip install 'stormplus[accelerate]'"
+        f"this integration needs accelerate: {how_to('accelerate')}"
     ) from error
 
 VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -88,20 +91,27 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
         return lambda: nn.utils.clip_grad_norm_(self.optimizer.parameters(), max_norm)
 
 
-def prepare(accelerator: Accelerator, *objects: Any) -> Any:
+def prepare(accelerator: Accelerator, *objects: Any, recalibrate_batches: int = 0) -> Any:
     """`accelerator.prepare`, with a `step` that never drops a closure.
 
-    An optimizer that takes one gradient a step, `Untuned` for one, is left to Accelerate.
+    An optimizer that takes one gradient a step is left to Accelerate, and accumulates as there.
+    If it is `Untuned`, its model holds the iterate when it is called in train mode, and the
+    average when it is called in eval mode or when its state is taken: `model.train()` and
+    `model.eval()`, which a loop has anyway, are enough, and `save_state` saves the average.
 
     Args:
-        accelerator: With `gradient_accumulation_steps=1`; accumulate inside the closure.
+        accelerator: With `gradient_accumulation_steps=1` for optimizers that take two gradients;
+            accumulate inside the closure.
         objects: The model, the optimizers, loaders and schedulers, in any order. The running
             statistics of the models, of this call and of earlier ones, then move once a sample.
+        recalibrate_batches: With `Untuned`, take BatchNorm's running statistics anew over this
+            many of the last training batches when the average comes in; they are kept for it.
 
     Returns:
         The prepared objects, in the same order.
     """
-    if accelerator.gradient_accumulation_steps != 1:
+    pairs = any(isinstance(_inner(thing), PairedOptimizer) for thing in objects)
+    if pairs and accelerator.gradient_accumulation_steps != 1:
         steps = accelerator.gradient_accumulation_steps
         raise ValueError(f"gradient_accumulation_steps={steps} drops closures: {ACCUMULATE}")
     if accelerator.distributed_type not in VERIFIED:
@@ -118,18 +128,34 @@ def prepare(accelerator: Accelerator, *objects: Any) -> Any:
             # In place, for the accelerator keeps the wrapper that it has made.
             thing.__class__ = AcceleratedStorm
             thing.model = models
+        elif isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, Untuned):
+            for model in map(accelerator.unwrap_model, accelerator._models):
+                if _share(model, thing.optimizer):
+                    Average([thing.optimizer], model, recalibrate_batches).follow(model)
     return prepared
 
 
+def _inner(thing: Any) -> Any:
+    return thing.optimizer if isinstance(thing, AcceleratedOptimizer) else thing
+
+
+def _share(model: nn.Module, opt: PairedOptimizer | Untuned) -> bool:
+    return not {id(p) for p in model.parameters()}.isdisjoint(map(id, opt.parameters()))
+
+
 def _check_models(accelerator: Accelerator, objects: tuple[Any, ...]) -> None:
-    """A model that nobody knows has running statistics that move twice a sample."""
+    """What an optimizer needs of its model can be done to one that is known only."""
     modules = [thing for thing in objects if isinstance(thing, nn.Module)]
-    known = {id(p) for module in (*modules, *accelerator._models) for p in module.parameters()}
-    for thing in objects:
-        opt = thing.optimizer if isinstance(thing, AcceleratedOptimizer) else thing
-        if isinstance(opt, PairedOptimizer) and known.isdisjoint(map(id, opt.parameters())):
+    for opt in map(_inner, objects):
+        if not isinstance(opt, (PairedOptimizer, Untuned)):
+            continue
+        if not any(_share(module, opt) for module in (*modules, *accelerator._models)):
+            what = (
+                "its average would be neither evaluated nor saved"
+                if isinstance(opt, Untuned)
+                else "its running statistics would move twice a sample"
+            )
             raise ValueError(
-                f"no prepared model has a parameter of this {type(opt).__name__}, so its running "
-                "statistics would move twice a sample: prepare(accelerator, model, opt, ...), or "
-                "prepare the model before the optimizer"
+                f"no prepared model has a parameter of this {type(opt).__name__}, so {what}: "
+                "prepare(accelerator, model, opt, ...), or prepare the model before the optimizer"
             )

@@ -8,7 +8,8 @@
 
 Both factories can wrap an optimizer in Lookahead, which moves the parameters behind its back
 every few steps. Once one of the two functions has been called, an optimizer that takes two
-gradients a step refuses to step inside a Lookahead.
+gradients a step refuses to step inside a Lookahead. The factories' learning rate is not for
+"untuned", which ignores it with a warning.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
+from stormplus.install import how_to
+from stormplus.integrations.untuned import ignore_lr
 from stormplus.torch import (
-    BaseOptimizer,
     PairedOptimizer,
     SimplifiedStormPlus,
     Storm,
@@ -27,8 +29,21 @@ from stormplus.torch import (
     Untuned,
 )
 
+
+class UntunedByName(Optimizer):
+    """`Untuned`, for factories that pass a learning rate to whatever they make.
+
+    A class, for they look whether it is one; what it makes is an `Untuned`.
+    """
+
+    def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]
+        """Make an `Untuned`, and warn if a learning rate is ignored."""
+        ignore_lr(lr)
+        return Untuned(params, **options)
+
+
 # Without underscores, which timm takes for the sign of a wrapper.
-OPTIMIZERS: dict[str, tuple[type[BaseOptimizer], str]] = {
+OPTIMIZERS: dict[str, tuple[type[Optimizer], str]] = {
     "stormplus": (StormPlus, "STORM+: corrected momentum, no constants to set"),
     "simplifiedstormplus": (
         SimplifiedStormPlus,
@@ -36,7 +51,7 @@ OPTIMIZERS: dict[str, tuple[type[BaseOptimizer], str]] = {
     ),
     "storm": (Storm, "STORM: corrected momentum, needs the smoothness"),
     "untuned": (
-        Untuned,
+        UntunedByName,
         "DoG's distance, RMSprop's unit and an average: one gradient a step, no lr to find",
     ),
 }
@@ -49,9 +64,7 @@ def register_timm() -> None:
     try:
         from timm.optim._optim_factory import OptimInfo, default_registry
     except ModuleNotFoundError as error:  # of timm, or of torchvision, which its models import
-        raise ModuleNotFoundError(
-            f"timm cannot be imported ({error}): pip install 'stormplus[timm]'"
-        ) from error
+        raise ModuleNotFoundError(f"timm cannot be imported ({error}): {how_to('timm')}") from error
 
     known = default_registry.list_optimizers()
     for name, (kind, description) in OPTIMIZERS.items():
@@ -68,7 +81,7 @@ def register_pytorch_optimizer() -> None:
         from pytorch_optimizer.optimizer import OPTIMIZERS as registry
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(
-            "this function needs pytorch_optimizer: pip install 'stormplus[pytorch-optimizer]'"
+            f"this function needs pytorch_optimizer: {how_to('pytorch-optimizer')}"
         ) from error
 
     for name, (kind, _) in OPTIMIZERS.items():

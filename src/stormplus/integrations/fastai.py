@@ -3,26 +3,29 @@
 fastai's loop calls `opt.step()` without a closure, which the optimizers refuse. The callback
 takes over where the step would be: it moves the parameters, lets the learner evaluate the
 same batch again, with every callback's events from `after_pred` to `after_step`, and
-completes the step. `Untuned` takes one gradient a step and needs no callback:
-`Learner(..., opt_func=opt_func(Untuned))`.
+completes the step. `Untuned` takes one gradient a step, and its callback sees to the average:
+`Learner(..., opt_func=opt_func(Untuned), cbs=UntunedCallback())`.
 """
 
 from __future__ import annotations
 
+import warnings
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
-from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, same_sample
+from stormplus.integrations.untuned import FORGOTTEN, Average, ignore_lr
+from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
 
 try:
     from fastai.callback.core import Callback, CancelStepException
     from fastai.callback.fp16 import AMPMode, MixedPrecision
+    from fastai.learner import defaults
     from fastai.optimizer import OptimWrapper
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "this integration needs fastai: pip install 'stormplus[fastai]'"
-    ) from error
+    raise ModuleNotFoundError(f"this integration needs fastai: {how_to('fastai')}") from error
 
 # fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _REFUSED = {
@@ -41,9 +44,14 @@ def opt_func(optimizer: type[BaseOptimizer] = StormPlus, *, lr: float = 1.0, **o
 
     Args:
         optimizer: The class of the optimizer.
-        lr: Becomes `learn.lr`, in place of fastai's 0.001; 1.0 is the paper's.
+        lr: Becomes `learn.lr`, in place of fastai's 0.001; 1.0 is the paper's. `Untuned` has none.
         **options: Every other argument of the optimizer.
     """
+    if optimizer is Untuned:
+        ignore_lr(lr)
+        lr = 1.0
+        if UntunedWatch not in defaults.callbacks:  # what learners get from now on
+            defaults.callbacks = [*defaults.callbacks, UntunedWatch]
     return partial(OptimizerWrapper, opt=optimizer, lr=lr, **options)
 
 
@@ -52,10 +60,12 @@ class OptimizerWrapper(OptimWrapper):
 
     opt: BaseOptimizer
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any, opt: Any, lr: float, **kwargs: Any) -> None:
+        rate = {} if opt is Untuned else {"lr": lr}
+        super().__init__(*args, opt=opt, **rate, **kwargs)
         self.point = Point()
         self.load_error: Exception | None = None
+        self.fitting = False  # whether schedules set the lr, and not the user
 
     def clear_state(self) -> None:
         """Begin anew; fastai does so when layers are frozen or unfrozen."""
@@ -78,6 +88,10 @@ class OptimizerWrapper(OptimWrapper):
                 "itself: use learn.fit or learn.fit_flat_cos, or "
                 "ParamScheduler({'lr': ...}), in place of fit_one_cycle"
             )
+        if k == "lr" and isinstance(self.opt, Untuned) and not self.fitting:
+            for lr in dict.fromkeys(v):
+                ignore_lr(lr, stacklevel=2)
+            v = [1.0] * len(v)
         super()._set_hyper(k, v)
 
 
@@ -102,7 +116,7 @@ class StormCallback(Callback):
         if not isinstance(opt.opt, PairedOptimizer):
             raise TypeError(
                 f"{type(opt.opt).__name__} takes one gradient a step, as fastai gives it: leave "
-                "StormCallback out"
+                "StormCallback out. The callback of Untuned is UntunedCallback"
             )
         if opt.load_error is not None:
             raise RuntimeError(
@@ -165,3 +179,71 @@ class StormCallback(Callback):
         if self.storm_sample is not None:
             self.storm_sample.__exit__(None, None, None)
             self.storm_sample = None
+
+
+class UntunedCallback(Callback):
+    """Validates and saves the average of `Untuned`, and trains its iterate.
+
+    The average is in the model from the end of an epoch's training to the next training batch,
+    when something is saved, and when `fit` has ended. `learn.save` and `learn.load` go on from
+    the iterate, bit by bit.
+
+    Args:
+        recalibrate_batches: Take BatchNorm's running statistics anew over this many of the last
+            training batches when the average comes in; they are kept for it. 0 leaves the
+            statistics as they are.
+    """
+
+    def __init__(self, *, recalibrate_batches: int = 0) -> None:
+        super().__init__()
+        self.untuned_batches = recalibrate_batches
+        self.untuned_average = Average(recalibrate_batches=recalibrate_batches)
+        self.untuned_followed = ExitStack()
+
+    def before_fit(self) -> None:
+        """Look at the model from now on."""
+        wrapper = self.learn.opt
+        opt = getattr(wrapper, "opt", None)
+        if not (isinstance(wrapper, OptimizerWrapper) and isinstance(opt, Untuned)):
+            raise TypeError(
+                f"UntunedCallback is for Untuned, got {type(opt or wrapper).__name__}: pass "
+                "Learner opt_func=opt_func(Untuned) from stormplus.integrations.fastai, or leave "
+                "the callback out"
+            )
+        self.untuned_followed.close()  # of a fit that has failed
+        if self.untuned_average.optimizers != [opt]:
+            self.untuned_average = Average([opt], self.learn.model, self.untuned_batches)
+        self.untuned_followed = self.untuned_average.follow(self.learn.model)
+        wrapper.fitting = True
+
+    def after_train(self) -> None:
+        """The training of an epoch is over."""
+        self.untuned_average.put_in()
+
+    def after_fit(self) -> None:
+        """Leave the average."""
+        self.untuned_average.put_in()
+        self.untuned_followed.close()
+        self.learn.opt.fitting = False
+
+
+class UntunedWatch(Callback):
+    """Warns if `Untuned` is validated or left at its iterate; `opt_func` sees that it is there."""
+
+    untuned_told = False
+
+    def before_validate(self) -> None:
+        """Look."""
+        opt = getattr(self.learn.opt, "opt", None)
+        forgotten = isinstance(opt, Untuned) and opt.grad_evaluations and not opt.at_average
+        if forgotten and not self.untuned_told:
+            self.untuned_told = True
+            warnings.warn(
+                FORGOTTEN + "Learner(..., cbs=UntunedCallback()), with UntunedCallback from "
+                "stormplus.integrations.fastai",
+                stacklevel=2,
+            )
+
+    def after_fit(self) -> None:
+        """Look, in case nothing was validated."""
+        self.before_validate()

@@ -2,6 +2,11 @@
 
     trainer = StormPlusTrainer(model, args, optimizers=(StormPlus(model.parameters()), None), ...)
 
+and for `Untuned`, which needs one gradient, a callback that saves the average:
+
+    trainer = Trainer(model, args, optimizers=(Untuned(model.parameters()), None),
+                      callbacks=[UntunedCallback()], ...)
+
 `transformers.Trainer` calls `optimizer.step()` without a closure. The subclass remembers the
 micro-batches of a step and evaluates them again, in the same order, with the same random
 numbers, when the optimizer asks for the second gradient.
@@ -10,20 +15,23 @@ numbers, when the optimizer asks for the second gradient.
 from __future__ import annotations
 
 import warnings
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
 from stormplus.integrations.replay import Replay
-from stormplus.torch import PairedOptimizer
+from stormplus.integrations.untuned import Average
+from stormplus.torch import PairedOptimizer, Untuned
+from stormplus.versions import clip_gradients
 
 try:
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
     from transformers import Trainer, TrainerCallback
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(
-        "this integration needs transformers and accelerate: pip install 'stormplus[huggingface]'"
+        f"this integration needs transformers and accelerate: {how_to('huggingface')}"
     ) from error
 
 VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
@@ -80,7 +88,7 @@ class StormPlusMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]
     def _process(self, model: Any) -> None:
         """What the trainer's loop does to the first gradient."""
         if self.args.max_grad_norm > 0:
-            self._clip_grad_norm(model)  # unscales too
+            clip_gradients(self, model)
         else:
             self.accelerator.unscale_gradients()
 
@@ -98,6 +106,46 @@ class StormPlusTrainer(StormPlusMixin, Trainer):
     `optimizer_cls_and_kwargs=(StormPlus, {"lr": 1.0})`; `TrainingArguments.learning_rate` is
     not used by it.
     """
+
+
+class UntunedCallback(TrainerCallback):
+    """Evaluates, saves and returns the average of `Untuned`, whatever the strategies are.
+
+    `transformers.Trainer` evaluates such an optimizer at its average, but saves whatever is in
+    the model: the average only if it has just evaluated. With the callback a checkpoint, the best
+    model and the model after `train()` are averages. A run that is resumed from a checkpoint
+    goes on from the iterate, bit by bit.
+
+    Args:
+        recalibrate_batches: Take BatchNorm's running statistics anew over this many of the last
+            training batches when the average comes in; they are kept for it. 0 leaves the
+            statistics as they are.
+    """
+
+    def __init__(self, *, recalibrate_batches: int = 0) -> None:
+        self._batches = recalibrate_batches
+        self._average = Average(recalibrate_batches=recalibrate_batches)
+        self._followed = ExitStack()
+
+    def on_train_begin(self, *args: Any, model: Any, optimizer: Any, **kwargs: Any) -> None:
+        opt = unwrapped(optimizer)
+        if not isinstance(opt, Untuned):
+            raise TypeError(
+                f"UntunedCallback is for Untuned, got {type(opt).__name__}: pass "
+                "optimizers=(Untuned(model.parameters()), None), or leave the callback out"
+            )
+        self._followed.close()  # of a run that has failed
+        if self._average.optimizers != [opt]:
+            self._average = Average([opt], model, self._batches)
+        self._average.take_out()
+        self._followed = self._average.follow(model)
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        self._average.put_in()  # before the best model is loaded, if this was the last epoch
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        self._average.put_in()
+        self._followed.close()
 
 
 class _EndOfStep(TrainerCallback):
@@ -130,7 +178,8 @@ def _check(trainer: Any, opt: Any) -> None:
         raise TypeError(
             f"StormPlusTrainer is for StormPlus, SimplifiedStormPlus and Storm, got "
             f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None), or "
-            "use transformers.Trainer, which is all that one gradient a step needs"
+            "use transformers.Trainer, which is all that one gradient a step needs, for Untuned "
+            "with callbacks=[UntunedCallback()]"
         )
     kind = trainer.accelerator.distributed_type
     if kind not in VERIFIED or trainer.args.n_gpu > 1:

@@ -4,7 +4,8 @@ Set `KERAS_BACKEND=torch` before keras is imported.
 
 Keras keeps running statistics and the seeds of random layers as variables, not as buffers
 of a torch module; the training step puts those back too, so that both evaluations of a batch
-draw the same masks and statistics move once.
+draw the same masks and statistics move once. With `Untuned` the model is evaluated and saved at
+the average, and trained at the iterate.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ import numpy as np
 import torch
 from torch import nn
 
+from stormplus.install import how_to
 from stormplus.integrations.point import Point
+from stormplus.integrations.untuned import Average, ignore_lr
 from stormplus.torch import (
     BaseOptimizer,
     PairedOptimizer,
@@ -34,7 +37,7 @@ try:
 except ModuleNotFoundError as error:  # of keras, or of the backend that it looks for
     raise ModuleNotFoundError(
         "this integration needs keras, and KERAS_BACKEND=torch in the environment before it is "
-        "imported: pip install 'stormplus[keras]'"
+        f"imported: {how_to('keras')}"
     ) from error
 
 if keras.backend.backend() != "torch":
@@ -66,7 +69,8 @@ class KerasOptimizer(keras.optimizers.Optimizer):
 
     Args:
         method: "StormPlus", "SimplifiedStormPlus", "Storm" or "Untuned".
-        learning_rate: The optimizer's `lr`: a float, or a schedule of Keras.
+        learning_rate: The optimizer's `lr`: a float, or a schedule of Keras. `Untuned` has none,
+            and a schedule multiplies its steps.
         name: For Keras.
         **options: Every other argument of the optimizer.
     """
@@ -82,9 +86,13 @@ class KerasOptimizer(keras.optimizers.Optimizer):
             raise ValueError(f"{key}={options[key]!r} is not supported: {_REFUSED[key]}")
         if method not in _METHODS:
             raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
+        if method == "Untuned" and isinstance(learning_rate, (int, float)):
+            ignore_lr(learning_rate)
+            learning_rate = 1.0
         super().__init__(learning_rate=learning_rate, name=name)
         self.method, self._options = method, options
         self._point = Point()
+        self.average = Average()  # of Untuned
         self._torch_optimizer: BaseOptimizer | None = None
 
     @property
@@ -106,7 +114,10 @@ class KerasOptimizer(keras.optimizers.Optimizer):
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
         make: Any = _METHODS[self.method]
-        self._torch_optimizer = make(params.values(), lr=self._lr(), **self._options)
+        rate = {} if make is Untuned else {"lr": self._lr()}
+        opt = self._torch_optimizer = make(params.values(), **rate, **self._options)
+        if isinstance(opt, Untuned):
+            self.average = Average([opt])
 
     def step(self, closure: Callable[[], Any], variables: list[Any]) -> None:
         """One step of the torch optimizer, at Keras's learning rate.
@@ -126,6 +137,7 @@ class KerasOptimizer(keras.optimizers.Optimizer):
             opt.step(closure)
             self._point.note(opt)
         else:
+            self.average.take_out()
             opt.step(closure)
         self._iterations.assign_add(1)
 
@@ -172,8 +184,57 @@ class KerasOptimizer(keras.optimizers.Optimizer):
 class ClosureTraining:
     """Put it before a Keras model: `class Model(ClosureTraining, keras.Model): ...`.
 
-    The loss and the predictions that metrics see are those of the first evaluation.
+    The loss and the predictions that metrics see are those of the first evaluation. With `Untuned`
+    the methods that evaluate, predict, save or hand out the weights put its average in, and `fit`
+    leaves it there.
     """
+
+    def _show_average(self: Any) -> None:
+        optimizer = getattr(self, "optimizer", None)  # there is none before compile
+        if isinstance(optimizer, KerasOptimizer):
+            optimizer.average.put_in()
+
+    def fit(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's; leaves the average."""
+        try:
+            return super().fit(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self._show_average()
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's, at the average; `fit` validates with it, too."""
+        self._show_average()
+        return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's, at the average."""
+        self._show_average()
+        return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's, at the average."""
+        self._show_average()
+        return super().test_on_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's, at the average."""
+        self._show_average()
+        return super().predict_on_batch(*args, **kwargs)  # type: ignore[misc]
+
+    def get_weights(self) -> Any:
+        """As Keras's, at the average; `EarlyStopping` keeps them."""
+        self._show_average()
+        return super().get_weights()  # type: ignore[misc]
+
+    def save(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's, at the average."""
+        self._show_average()
+        return super().save(*args, **kwargs)  # type: ignore[misc]
+
+    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
+        """As Keras's, at the average."""
+        self._show_average()
+        return super().save_weights(*args, **kwargs)  # type: ignore[misc]
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.jit_compile:

@@ -1,10 +1,12 @@
 """Lightning: one callback, and every closure, batch and precision is accounted for.
 
-    trainer = Trainer(callbacks=[StormPlusCallback()])
+    trainer = Trainer(callbacks=[StormPlusCallback()])   # two gradients a step
+    trainer = Trainer(callbacks=[UntunedCallback()])     # Untuned
 
 Lightning passes the closure in fp32 and bf16 only, re-runs only the last micro-batch when
 gradients are accumulated, and steps without a closure in fp16. With the callback both
-evaluations cover all micro-batches in each of them.
+evaluations cover all micro-batches in each of them. Of `Untuned` it validates and saves the
+iterate; with its callback the average.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
+from stormplus.install import how_to
 from stormplus.integrations.replay import Replay
-from stormplus.torch import PairedOptimizer
+from stormplus.integrations.untuned import FORGOTTEN, Average
+from stormplus.torch import PairedOptimizer, Untuned
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -29,9 +33,7 @@ try:
     from lightning_utilities.core.rank_zero import rank_zero_warn
     from torchmetrics import Metric
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "this integration needs lightning: pip install 'stormplus[lightning]'"
-    ) from error
+    raise ModuleNotFoundError(f"this integration needs lightning: {how_to('lightning')}") from error
 
 CHECKPOINT_KEY = "stormplus"
 
@@ -191,6 +193,111 @@ class StormPlusCallback(Callback):
         streams.rewind()
 
 
+class UntunedCallback(Callback):
+    """Validates and saves the average of `Untuned`, and trains its iterate.
+
+    The average is in the module from the start of a validation to the next training batch,
+    while a checkpoint is saved, and when `fit` has ended. A run that is resumed from such a
+    checkpoint goes on from the iterate, bit by bit: the optimizer's state has it.
+
+    Args:
+        recalibrate_batches: Take BatchNorm's running statistics anew over this many of the last
+            training batches when the average comes in; they are kept for it. 0 leaves the
+            statistics as they are.
+    """
+
+    def __init__(self, *, recalibrate_batches: int = 0) -> None:
+        Average(recalibrate_batches=recalibrate_batches)  # looks at it
+        self._batches = recalibrate_batches
+        self._installed = ExitStack()
+        self._average = Average()
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        _refuse_the_other_package(trainer)
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        optimizers = [opt for opt in trainer.optimizers if isinstance(opt, Untuned)]
+        if not optimizers:
+            raise TypeError(
+                f"UntunedCallback is for Untuned, got {_names(trainer)}: return Untuned from "
+                "configure_optimizers, or leave the callback out"
+            )
+        average = self._average = Average(optimizers, pl_module, self._batches)
+        save = trainer.save_checkpoint
+
+        @wraps(save)
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            with average.shown():
+                save(*args, **kwargs)
+
+        self._installed.enter_context(_replaced(trainer, "save_checkpoint", save_checkpoint))
+        if self._batches:
+            self._remember_batches(trainer, pl_module, average)
+
+    def _remember_batches(
+        self, trainer: Trainer, pl_module: LightningModule, average: Average
+    ) -> None:
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                f"recalibrate_batches={self._batches} evaluates training_step again, which steps "
+                "with manual optimization: leave it out, and call stormplus.recalibrate in "
+                "on_validation_start"
+            )
+        user_training_step = pl_module.training_step
+
+        def again(*args: Any, **kwargs: Any) -> None:
+            with _without_trace(pl_module), trainer.precision_plugin.train_step_context():
+                user_training_step(*args, **kwargs)
+
+        @wraps(user_training_step)
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            average.saw(partial(again, *args, **kwargs))
+            return user_training_step(*args, **kwargs)
+
+        self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        self._average.take_out()
+
+    def on_validation_start(self, *_: Any) -> None:
+        self._average.put_in()
+
+    def on_train_end(self, *_: Any) -> None:
+        self._average.put_in()
+
+    def on_exception(self, *_: Any) -> None:
+        self._average.put_in()
+        self._installed.close()  # there is no teardown then
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        self._installed.close()
+
+
+class UntunedWatch(Callback):
+    """Warns if `Untuned` is validated or saved at its iterate; Lightning adds it by itself."""
+
+    def __init__(self) -> None:
+        self._told = False
+
+    def on_validation_batch_start(self, trainer: Trainer, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self._look(trainer)
+
+    def on_save_checkpoint(self, trainer: Trainer, *_: Any) -> None:
+        self._look(trainer)
+
+    def _look(self, trainer: Trainer) -> None:
+        forgotten = any(
+            isinstance(opt, Untuned) and not opt.at_average for opt in trainer.optimizers
+        )
+        if forgotten and not self._told:
+            self._told = True
+            rank_zero_warn(
+                FORGOTTEN + "Trainer(callbacks=[UntunedCallback()]), with UntunedCallback from "
+                "stormplus.integrations.lightning"
+            )
+
+
 class _SampleSkipped(Exception):  # nothing is wrong: the user asked for it
     """`training_step` returned None."""
 
@@ -249,21 +356,25 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
 def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
     found: list[Any] = [opt for opt in trainer.optimizers if isinstance(opt, PairedOptimizer)]
     if not found:
-        names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
-            f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
-            "return one of them from configure_optimizers, or leave the callback out, which one "
-            "gradient a step does not need"
+            "StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got "
+            f"{_names(trainer)}: return one of them from configure_optimizers, or leave the "
+            "callback out, which one gradient a step does not need. The callback of Untuned is "
+            "UntunedCallback"
         )
     return found
+
+
+def _names(trainer: Trainer) -> str:
+    return ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
 
 
 def _refuse_the_other_package(trainer: Any) -> None:
     if not isinstance(trainer, Trainer):
         kind = type(trainer)
         raise TypeError(
-            f"the trainer is a {kind.__module__.split('.')[0]}.{kind.__qualname__}, and "
-            "StormPlusCallback works with that of the package lightning: import Trainer, "
+            f"the trainer is a {kind.__module__.split('.')[0]}.{kind.__qualname__}, and this "
+            "callback works with that of the package lightning: import Trainer, "
             "LightningModule and callbacks from lightning.pytorch, not from pytorch_lightning"
         )
 

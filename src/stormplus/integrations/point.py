@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from stormplus.torch import PairedOptimizer
+from stormplus.torch import BaseOptimizer, PairedOptimizer
 
 
 class Point:
@@ -14,17 +14,30 @@ class Point:
     """
 
     def __init__(self) -> None:
-        self._opt: PairedOptimizer | None = None
-        self._generation = 0
+        self._opt: BaseOptimizer | None = None
+        self._generation = self._evaluations = 0
         self._versions: list[int] = []
         self._restarted = False
 
-    def note(self, opt: PairedOptimizer) -> None:
+    def note(self, opt: BaseOptimizer) -> None:
         """Remember the present point; call it when a step is complete."""
         self._opt, self._generation = opt, opt.generation
+        self._evaluations = opt.grad_evaluations
         self._versions = _versions(opt)
 
-    def has_moved(self, opt: PairedOptimizer) -> bool:
+    def forget(self) -> None:
+        """Remember nothing."""
+        self._opt = None
+
+    def is_of(self, opt: BaseOptimizer) -> bool:
+        """Whether `note` was called since the last step of this optimizer."""
+        return (
+            self._opt is opt
+            and self._generation == opt.generation
+            and self._evaluations == opt.grad_evaluations
+        )
+
+    def has_moved(self, opt: BaseOptimizer) -> bool:
         """Whether the parameters have been written to since `note`.
 
         Not if the optimizer is another one, or its state has been loaded or made anew in the
@@ -56,5 +69,5 @@ class Point:
         return Point, ()  # copies of the parameters have counters of their own
 
 
-def _versions(opt: PairedOptimizer) -> list[int]:
+def _versions(opt: BaseOptimizer) -> list[int]:
     return [p._version for p in opt.parameters()]

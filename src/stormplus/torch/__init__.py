@@ -1,12 +1,13 @@
 """The optimizers for PyTorch."""
 
+from stormplus.install import how_to
+
 try:
     import torch as torch
 except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        "the PyTorch optimizers need torch: pip install 'stormplus[torch]'"
-    ) from error
+    raise ModuleNotFoundError(f"the PyTorch optimizers need torch: {how_to('torch')}") from error
 
+from stormplus.torch.batchnorm import recalibrate as recalibrate
 from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer
 from stormplus.torch.core.random import pair_lock as pair_lock
 from stormplus.torch.loops import same_sample as same_sample
@@ -28,6 +29,7 @@ __all__ = [
     "UniformIterate",
     "Untuned",
     "pair_lock",
+    "recalibrate",
     "same_sample",
     "scaled_step",
     "verify_closure",

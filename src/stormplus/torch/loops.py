@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from contextlib import ExitStack
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -84,7 +84,7 @@ class same_sample:
 
         return evaluate
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> same_sample:
         if self._hook is not None:
             raise RuntimeError("this same_sample is entered already: make one for each sample")
         with ExitStack() as held:

@@ -10,6 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped, unused-ignore]
 
+from stormplus.versions import explicitly_sharded
+
 PyTree: TypeAlias = Any
 # A tree (or a prefix of one, or a function of the parameters that returns either).
 TreeOrFunction: TypeAlias = PyTree | Callable[[PyTree], PyTree]
@@ -183,7 +185,7 @@ def _sum_of_squares(leaves: Sequence[jax.Array], dtype: Any) -> jax.Array:
 
 def _joinable(leaf: jax.Array) -> bool:
     # On a mesh with explicit axes, arrays sharded in different ways do not concatenate.
-    return leaf.size <= _SMALL and not any(jax.typeof(leaf).sharding.spec)
+    return leaf.size <= _SMALL and not explicitly_sharded(leaf)
 
 
 def per_leaf(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
@@ -194,13 +196,19 @@ def per_leaf(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
     structure: Any = jax.tree.structure(prefix)
     is_tree = not callable(prefix) or structure == jax.tree.structure(params)
     tree = prefix if is_tree else prefix(params)
+    values: list[Any] = []
+
+    def spread(value: Any, below: PyTree) -> None:
+        values.extend([value] * len(jax.tree.leaves(below)))
+
     try:
-        return jax.tree.leaves(jax.tree.broadcast(tree, params))
+        jax.tree.map(spread, tree, params)
     except ValueError as error:
         raise ValueError(
             f"{name} must have the structure of the parameters, or be a prefix of it: "
             f"they are {_short(jax.tree.structure(params))}, got {tree!r}"
         ) from error
+    return values
 
 
 def is_hole(node: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from stormplus.install import how_to
 from stormplus.theory.problems.base import Array
 from stormplus.theory.problems.factor import (
     MatrixCompletion,
@@ -22,7 +23,7 @@ def _datasets() -> Any:
         return import_module("sklearn.datasets")
     except ImportError as error:
         raise ImportError(
-            "this problem's data ships inside scikit-learn: pip install 'stormplus[theory]'"
+            f"this problem's data ships inside scikit-learn: {how_to('theory')}"
         ) from error
 
 

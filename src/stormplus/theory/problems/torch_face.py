@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from stormplus.install import how_to
+
 try:
     import torch
 except ImportError as error:  # pragma: no cover
-    raise ImportError(
-        "the torch face of a problem needs torch: pip install 'stormplus[torch]'"
-    ) from error
+    raise ImportError(f"the torch face of a problem needs torch: {how_to('torch')}") from error
 
 if TYPE_CHECKING:
     from stormplus.theory.problems.base import Objective

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from stormplus.install import how_to
 from stormplus.theory.palette import PALETTE, WIDTH
 from stormplus.theory.problems.base import Array
 from stormplus.theory.rates.experiment import METHODS, Plan, Result
@@ -14,7 +15,7 @@ from stormplus.theory.rates.report import NAMES, label
 try:
     from matplotlib.figure import Figure
 except ImportError as error:  # pragma: no cover
-    raise ImportError("the figure needs matplotlib: pip install 'stormplus[theory]'") from error
+    raise ImportError(f"the figure needs matplotlib: {how_to('theory')}") from error
 
 COLOURS = {method: PALETTE[name] for method, (name, _) in NAMES.items()}
 MARKERS = dict(zip(METHODS, "os^vD", strict=True))  # for those who see few colours

@@ -23,6 +23,7 @@ from stormplus.torch.core.random import is_expanded
 from stormplus.torch.core.sharding import check_whole
 from stormplus.torch.core.state import FORMAT, WAITING, Buffers, State
 from stormplus.torch.core.tensors import Roster
+from stormplus.versions import part_names
 
 
 class BaseOptimizer(Optimizer, ABC):
@@ -165,6 +166,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each begins at its first gradient."""
+        part_names(param_group)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:

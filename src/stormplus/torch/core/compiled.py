@@ -18,6 +18,7 @@ from torch import Tensor
 from stormplus.torch.core.kernels import Plain, flat_views
 from stormplus.torch.core.state import accumulator_dtype
 from stormplus.torch.core.tensors import Bundle
+from stormplus.versions import increment_version
 
 # Calling a kernel costs as much as running it on this many elements; smaller tensors are
 # joined first.
@@ -96,7 +97,7 @@ class Compiled:
             with flat as (x, d, g):
                 _compiled(_move)(x, d, g, numbers)
         self._plain.move(rest, alpha)
-        torch.autograd.graph.increment_version([item.x for item in bundle.items])
+        increment_version([item.x for item in bundle.items])
 
     def estimate(
         self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool

@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 
 from stormplus.torch.core.tensors import Bundle, Item
+from stormplus.versions import increment_version
 
 # 2^19 float32 elements are 2 MB: a chunk and its temporaries stay in the cache.
 CHUNK = 1 << 19
@@ -410,7 +411,7 @@ class Native:
         numbers = (alpha.item(), bundle.sign, bundle.l2, bundle.decoupled)
         self._call("move", taken, *_streams(taken), *map(ctypes.c_double, numbers))
         if taken.items:  # autograd has not seen it
-            torch.autograd.graph.increment_version([item.x for item in taken.items])
+            increment_version([item.x for item in taken.items])
         PLAIN.move(rest, alpha)
 
     def estimate(

@@ -1,0 +1,38 @@
+"""Warnings are errors; on versions other than the pinned ones, only those of our own making."""
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+THEIRS = (
+    ":DeprecationWarning",
+    ":PendingDeprecationWarning",
+    ":FutureWarning",
+    ".*deprecated:UserWarning",  # some of torch's
+    "Skipping serialization of:UserWarning",  # torch.compile's, in 2.6
+    "Guards may run slower on Python:RuntimeWarning",  # torch.compile's, of Python 3.13.0
+)
+
+
+def pins():
+    """What the repository's environment installs, by name."""
+    found = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    found["torch"] = re.search(r"^TORCH \?= (\S+)", (ROOT / "Makefile").read_text(), re.M)[1]
+    return found
+
+
+def differs(name, pinned):
+    try:
+        return version(name).split("+")[0] != pinned  # 2.13.0+cpu is 2.13.0
+    except PackageNotFoundError:
+        return False
+
+
+def pytest_configure(config):
+    # An older or newer library deprecates things, in its own code or where a test calls it. What
+    # the package itself calls or says stays an error. The later filter wins.
+    if any(differs(name, pinned) for name, pinned in pins().items()):
+        for warning in THEIRS:
+            config.addinivalue_line("filterwarnings", f"ignore:{warning}")
+            config.addinivalue_line("filterwarnings", f"error:{warning}:stormplus")

@@ -1,0 +1,89 @@
+"""What the metadata claims is what `make test-versions` has run; one address everywhere."""
+
+import json
+import re
+import runpy
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+BENCH = tomllib.loads((ROOT / "benchmark" / "pyproject.toml").read_text())["project"]
+TOOL = runpy.run_path(str(ROOT / "tools" / "environments.py"))
+ROWS = json.loads((ROOT / "docs" / "results" / "versions.json").read_text())
+CONSTRAINTS = (ROOT / "constraints.txt").read_text().split()
+PINNED = "3.11"  # what `make test` runs on
+# Where each extra was run at its floors: the library's in the oldest environment.
+FLOORS = dict.fromkeys(TOOL["LIBRARY"], "oldest") | {
+    extra: name
+    for name, environment in TOOL["ENVIRONMENTS"].items()
+    for extra in environment.trainers + environment.alone
+}
+
+
+# Lightning 2.4 does not pass the tests of resumed runs: the floor is the pinned version.
+NEWER = {"lightning": "lightning"}
+
+
+def padded(version):
+    return [*map(int, version.split("+")[0].split(".")), 0, 0, 0][:3]
+
+
+def minor(version):
+    return ".".join(version.split(".")[:2])
+
+
+def test_nothing_that_was_run_failed():
+    assert {"oldest", "between", "newest"} <= set(ROWS)
+    for row in ROWS.values():
+        for part in row.values():
+            assert part["failed"] == 0
+            assert part["passed"] > 50
+
+
+@pytest.mark.parametrize("extra", FLOORS, ids=lambda extra: extra or "core")
+def test_a_floor_is_the_version_that_was_run(extra):
+    row = ROWS[FLOORS[extra]]
+    ran = row["library" if extra in TOOL["LIBRARY"] else "trainers"]
+    for need in TOOL["requirements"](extra):
+        name, floor = re.fullmatch(r"([\w-]+)>=([\d.]+)", need).groups()  # and no ceiling
+        assert padded(ran[name]) == padded(floor), name
+
+
+@pytest.mark.parametrize(("extra", "name"), NEWER.items())
+def test_a_floor_that_is_higher_is_the_pinned_version(extra, name):
+    assert f"{name}=={TOOL['requirements'](extra)[0].split('>=')[1]}" in CONSTRAINTS
+
+
+def test_every_extra_of_users_is_looked_at():
+    development = {"docs", "test", "trainers"}
+    assert {*FLOORS, *NEWER, *development} - {""} == set(PROJECT["optional-dependencies"])
+
+
+def test_the_classifiers_are_the_pythons_that_were_run():
+    claimed = set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])))
+    assert claimed == {PINNED, *(minor(row["library"]["python"]) for row in ROWS.values())}
+    oldest = min(claimed, key=lambda version: int(version.split(".")[1]))
+    assert PROJECT["requires-python"] == f">={oldest}"
+    assert minor(ROWS["oldest"]["library"]["python"]) == oldest
+
+
+def test_the_page_shows_what_was_run():
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert f"-->\n\n{TOOL['table'](ROWS)}\n<!--" in page
+
+
+def test_one_address():
+    source = PROJECT["urls"]["Source"]
+    assert all(url.startswith(source) for url in PROJECT["urls"].values())
+    assert PROJECT["urls"] == BENCH["urls"]
+    for name in ("README.md", "docs/index.md", "docs/versions.md"):
+        text = (ROOT / name).read_text()
+        assert set(re.findall(r"https://github\.com/[\w-]+/stormplus", text)) == {source}, name
+    for name in ("README.md", "docs/index.md"):
+        text = (ROOT / name).read_text()
+        assert f"git clone {source}" in text, name
+        assert PROJECT["urls"]["Issues"] in text, name
+    assert f'repository-code: "{source}"' in (ROOT / "CITATION.cff").read_text()

@@ -1,0 +1,75 @@
+"""What differs between versions, on both sides; `make test-versions` runs the real ones."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from stormplus import StormPlus, versions
+
+
+@pytest.fixture(params=[(2, 4), (2, 5), (2, 6)], ids=["2.4", "2.5", "2.6"])
+def release(request, monkeypatch):
+    if versions.release("torch") < request.param:
+        pytest.skip("an older torch cannot do as a newer one")
+    monkeypatch.setattr(versions, "release", lambda name: request.param)
+    return request.param
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"), [("2.13.0+cpu", (2, 13)), ("0.4.35", (0, 4)), ("2.16.0.dev1", (2, 16))]
+)
+def test_release(text, numbers, monkeypatch):
+    monkeypatch.setattr(versions, "version", lambda name: text)
+    assert versions.release.__wrapped__("torch") == numbers
+
+
+def test_autograd_is_told_of_what_was_written(release):
+    tensors = [torch.ones(2), torch.ones(3)]
+    versions.increment_version(tensors)
+    assert [t._version for t in tensors] == [1, 1]
+
+
+def test_names_become_a_part_of_the_group(release):
+    net = nn.Linear(2, 3)
+    group = {"params": net.named_parameters()}
+    versions.part_names(group)
+    if release < (2, 6):
+        assert group["param_names"] == ["weight", "bias"]
+        assert group["params"] == [net.weight, net.bias]
+    opt = StormPlus(net.named_parameters())  # whoever has parted them
+    assert opt.param_groups[0]["param_names"] == ["weight", "bias"]
+    assert opt.param_groups[0]["params"] == [net.weight, net.bias]
+
+
+@pytest.mark.parametrize("params", ["one", "list", "set", "some named"])
+def test_parameters_without_names_are_torch_s_own_affair(release, params):
+    net = nn.Linear(2, 3)
+    given = {
+        "one": net.weight,
+        "list": [net.weight, net.bias],
+        "set": {net.weight, net.bias},
+        "some named": [("weight", net.weight), net.bias],
+    }[params]
+    group = {"params": given}
+    versions.part_names(group)
+    assert group == {"params": given}
+
+
+@pytest.mark.parametrize("method", [True, False])
+def test_gradients_are_clipped_once(method):
+    called = []
+    args, net = SimpleNamespace(max_grad_norm=0.5), nn.Linear(1, 1)
+    accelerator = SimpleNamespace(clip_grad_norm_=lambda params, norm: called.append(norm))
+    trainer = SimpleNamespace(args=args, accelerator=accelerator)
+    if method:
+        trainer._clip_grad_norm = lambda model: called.append(model)
+    versions.clip_gradients(trainer, net)
+    assert called == ([net] if method else [0.5])
+
+
+def test_before_explicit_axes_nothing_is_sharded_by_them(monkeypatch):
+    jax = pytest.importorskip("jax")
+    monkeypatch.delattr(jax, "typeof", raising=False)
+    assert not versions.explicitly_sharded(jax.numpy.ones(3))

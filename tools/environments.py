@@ -1,0 +1,236 @@
+"""`make test-versions`: the optimizers' tests on the oldest and on the newest versions.
+
+    python tools/environments.py oldest between newest next
+
+Each has an environment of its own under `.versions/`, made of what pyproject.toml allows: the
+floors themselves, something in between, the newest releases. The package is built there and
+installed as a wheel, without its dependencies, and the tests run on that. What was run becomes a
+row of docs/results/versions.json, and the rows are the table of docs/versions.md.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / ".versions"
+ROWS = ROOT / "docs" / "results" / "versions.json"
+PAGE = ROOT / "docs" / "versions.md"
+
+LIBRARY = ("", "torch", "jax", "theory")  # the extras that the optimizers' tests need; "" is none
+TRAINERS = (
+    "accelerate", "keras", "mlflow", "pytorch-optimizer", "skorch", "tensorboard", "wandb",
+)  # fmt: skip
+# They ask for torchvision, which the parts used here never import: without dependencies.
+ALONE = ("fastai", "timm")
+TOOLS = ("hatchling", "hypothesis", "psutil", "pytest")
+SHOWN = ("numpy", "scipy", "torch", "jax", "optax")
+# torch last: kernels that torch 2.4 compiles switch off subnormal numbers for the whole process.
+TESTS = (
+    "jax", "theory", "test_rules.py", "test_reference.py", "test_package.py", "test_versions.py",
+    "test_wheel.py", "test_documents.py::test_code_blocks_run[README.md]", "torch",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Environment:
+    """One line of the table.
+
+    Attributes:
+        python: The version of Python.
+        oldest: Every requirement of the library at its floor; else the newest that is allowed.
+        pins: Requirements beside those of pyproject.toml.
+        trainers: Extras that are installed at their floors and tested too.
+        alone: The same, without dependencies.
+        optional: Whether it may be left out where there is no such interpreter.
+    """
+
+    python: str
+    oldest: bool = False
+    pins: tuple[str, ...] = ()
+    trainers: tuple[str, ...] = ()
+    alone: tuple[str, ...] = ()
+    optional: bool = False
+
+
+ENVIRONMENTS = {
+    "oldest": Environment(
+        "3.10",
+        oldest=True,
+        pins=("fastcore<1.8", "fastdownload", "fastprogress<1.1", "pandas"),  # for fastai
+        trainers=TRAINERS,
+        alone=ALONE,
+    ),
+    "between": Environment(
+        "3.12",
+        pins=("numpy==1.26.4", "scipy==1.13.1", "torch==2.6.0", "jax==0.6.2", "optax==0.2.5"),
+        trainers=("huggingface",),  # transformers resumes a run with torch 2.6 or newer only
+    ),
+    "newest": Environment("3.13"),
+    "next": Environment("3.14", optional=True),
+}
+
+
+def requirements(extra: str) -> list[str]:
+    """What an extra asks for, without the extras that it names; "" is the package itself."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    return [need for need in found if not need.startswith("stormplus[")]
+
+
+def floor(need: str) -> str:
+    """For torch>=2.4, torch==2.4, which is 2.4.0."""
+    return need.replace(">=", "==")
+
+
+def interpreter(version: str) -> str | None:
+    """A Python of this version: on the path, or among those of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
+    candidates = [shutil.which(f"python{version}")]
+    candidates += sorted(str(path) for path in pyenv.glob(f"{version}.*/bin/python"))
+    for candidate in filter(None, candidates):
+        code = "import sys; print('%d.%d' % sys.version_info[:2])"
+        done = subprocess.run([candidate, "-c", code], capture_output=True, text=True, check=False)
+        if done.stdout.strip() == version:
+            return candidate
+    return None
+
+
+def make(name: str, environment: Environment, python: str) -> Path:
+    """Its interpreter, with everything installed; made once."""
+    inside = FOLDER / name / "bin" / "python"
+    needs = [need for extra in LIBRARY for need in requirements(extra)]
+    if environment.oldest:
+        needs = list(map(floor, needs))
+    needs += [floor(need) for extra in environment.trainers for need in requirements(extra)]
+    needs += [*environment.pins, *TOOLS]
+    alone = [floor(need) for extra in environment.alone for need in requirements(extra)]
+    wanted = "\n".join([python, *needs, *alone])
+    ready = FOLDER / name / "ready.txt"
+    if not ready.exists() or ready.read_text() != wanted:
+        shutil.rmtree(FOLDER / name, ignore_errors=True)
+        run(python, "-m", "venv", FOLDER / name)
+        pip: tuple[object, ...] = (inside, "-m", "pip", "install", "--quiet")
+        run(*pip, "--upgrade", "pip")
+        if uv := shutil.which("uv"):  # the same, and quicker
+            pip = (uv, "pip", "install", "--quiet", "--no-config", "--python", inside)
+        run(*pip, *needs)
+        if alone:
+            run(*pip, "--no-deps", *alone)
+        ready.write_text(wanted)
+    return inside
+
+
+def install(inside: Path, wheels: Path) -> None:
+    """The package, built in this environment and installed as its wheel alone."""
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip = (inside, "-m", "pip")
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT)
+    run(*pip, "install", "--quiet", "--no-deps", "--force-reinstall", *wheels.glob("*.whl"))
+
+
+def run(*command: object, check: bool = True) -> int:
+    print("+", *command, flush=True)
+    environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environment.pop("PYTHONPATH", None)  # the wheel is what is tested
+    done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, check=False)
+    if check and done.returncode:
+        raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}")
+    return done.returncode
+
+
+def test(inside: Path, name: str, marks: str, *tests: str) -> dict[str, int]:
+    """Run tests; how many passed, were skipped, failed."""
+    report = FOLDER / f"{name}.xml"
+    report.unlink(missing_ok=True)
+    where = [f"tests/{path}" for path in tests]
+    run(inside, "-m", "pytest", "-m", marks, f"--junitxml={report}", *where, check=False)
+    if not report.exists():
+        raise SystemExit(f"{name}: pytest has left no report")
+    (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
+    total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
+    failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
+    return {"passed": total - skipped - failed, "skipped": skipped, "failed": failed}
+
+
+def versions(inside: Path, names: list[str]) -> dict[str, str]:
+    code = (
+        "import json, platform, sys; from importlib.metadata import version;"
+        "print(json.dumps({'python': platform.python_version()}"
+        " | {name: version(name) for name in sys.argv[1:]}))"
+    )
+    done = subprocess.run(
+        [str(inside), "-c", code, *names], capture_output=True, text=True, check=True
+    )
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
+
+
+def names_of(extras: tuple[str, ...]) -> list[str]:
+    return [re.split(r"[>=<]", need)[0] for extra in extras for need in requirements(extra)]
+
+
+def table(rows: dict[str, dict[str, dict[str, object]]]) -> str:
+    """The rows as Markdown: one table of the library, one of the trainers."""
+    order = [name for name in ENVIRONMENTS if name in rows]
+    head = ["environment", "python", *SHOWN, "passed", "skipped", "failed"]
+    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for name in order:
+        cells = rows[name]["library"]
+        lines.append("| " + " | ".join([name, *(str(cells[key]) for key in head[1:])]) + " |")
+    for name in order:
+        if cells := rows[name].get("trainers", {}):
+            counts = [f"{cells[key]} {key}" for key in ("passed", "skipped", "failed")]
+            found = [f"{key} {value}" for key, value in cells.items() if isinstance(value, str)]
+            text = f"The trainers' tests, in *{name}*: {', '.join(counts)}, with "
+            lines += ["", text + ", ".join(found) + "."]
+    return "\n".join(lines) + "\n"
+
+
+def write(rows: dict[str, dict[str, dict[str, object]]]) -> None:
+    ROWS.write_text(json.dumps(rows, indent=1) + "\n")
+    begin, end = "<!-- versions:begin -->\n", "<!-- versions:end -->\n"
+    before, rest = PAGE.read_text().split(begin)
+    PAGE.write_text(before + begin + "\n" + table(rows) + "\n" + end + rest.split(end)[1])
+
+
+def main(names: list[str]) -> None:
+    FOLDER.mkdir(exist_ok=True)
+    bad = 0
+    for name in names or list(ENVIRONMENTS):
+        environment = ENVIRONMENTS[name]
+        python = interpreter(environment.python)
+        if python is None:
+            message = f"{name}: there is no Python {environment.python}, on the path or in pyenv"
+            if not environment.optional:
+                raise SystemExit(message)
+            print(message + ": left out")
+            continue
+        inside = make(name, environment, python)
+        install(inside, FOLDER / f"{name}-wheel")
+        seen = versions(inside, names_of(LIBRARY))
+        row: dict[str, dict[str, object]] = {
+            "library": {**seen, **test(inside, name, "not long", *TESTS)}
+        }
+        if environment.trainers:
+            found = versions(inside, names_of(environment.trainers + environment.alone))
+            found.pop("python")
+            row["trainers"] = {**found, **test(inside, f"{name}-trainers", "long", "integrations")}
+        rows = json.loads(ROWS.read_text()) if ROWS.exists() else {}
+        write(rows | {name: row})
+        bad += sum(int(str(part["failed"])) for part in row.values())
+        print(json.dumps(row, indent=1))
+    sys.exit(f"{bad} failed" if bad else 0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
