@@ -32,6 +32,7 @@ REPORT = ROOT / "out" / "report" / "index.html"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 MATHS = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+REPORT_LINK = "<!-- the report -->"  # in the repository there is no such file
 COMMANDS = "<!-- the help of every command -->"
 
 
@@ -89,6 +90,7 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     markdown = LINK.sub(turn_round, FENCED.sub(put_aside, markdown))
     markdown = re.sub(r"\0(\d+)\0", lambda match: code[int(match[1])], markdown)
+    markdown = markdown.replace(REPORT_LINK, " [which is here](report/index.html),")
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
 
