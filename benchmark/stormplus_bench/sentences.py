@@ -272,9 +272,12 @@ def compared(cost: pd.DataFrame) -> pd.DataFrame:
     table = pd.DataFrame.from_dict(known, orient="index", columns=columns, dtype="str")
     for tier in ("networks", "smooth"):
         some = scores.mean_lost(cost[cost["workload"].isin(TIERS[tier])])
-        told = some["mean"].map(scores.per_cent) + some["note"]
+        told = {
+            name: scores.per_cent(mean) + note
+            for name, mean, note in zip(some.index, some["mean"], some["note"])
+        }
         title = "networks" if tier == "networks" else "smooth problems"
-        table[f"lost untuned, {title}, %"] = told.reindex(table.index).fillna("")
+        table[f"lost untuned, {title}, %"] = [told.get(name, "") for name in table.index]
     return table
 
 

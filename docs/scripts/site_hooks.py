@@ -99,7 +99,7 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -
 
 
 def mathml(match: re.Match[str]) -> str:
-    """A formula that arithmatex has marked, inline as \\(...\\) or displayed as \\[...\\]."""
+    """A formula that arithmatex has marked, in round brackets inline, in square ones displayed."""
     tag, open_, latex = match.groups()
     display = "inline" if open_ == "(" else "block"
     return f'<{tag} class="maths">{convert(unescape(latex), display=display)}</{tag}>'
