@@ -193,3 +193,10 @@ def test_choosing_quotes_the_recorded_numbers():
         ):
             losses = recorded[model][key]
             assert losses[lr] == min(losses.values()) == float(loss)
+
+
+def test_speed_quotes_the_recorded_step_times():
+    recorded = json.loads((DOCS / "results" / "step_time.json").read_text())["/ Adam(fused)"]
+    text = (DOCS / "speed.md").read_text()
+    for name, ratio in recorded.items():
+        assert f"| {name} | {ratio:.2g} |" in text
