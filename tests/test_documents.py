@@ -1,4 +1,7 @@
-"""Every Python block of the README and of the docs runs, in order, in one namespace a file."""
+"""Every Python block of the README and of the docs runs, in order, in one namespace a file.
+
+Those of the first pages that a visitor sees run each by itself.
+"""
 
 import ast
 import json
@@ -12,6 +15,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+FIRST = (ROOT / "README.md", DOCS / "index.md")  # their blocks can be copied one at a time
 OTHERS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / ".github").rglob("*.md"))]
 # A page that imports one of these runs if it is installed; some must be the first of their kind
 # in a process (Keras takes its backend at import), or start threads that outlive the page.
@@ -48,8 +52,18 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for block in blocks:
+        if page in FIRST:
+            namespace = {"__name__": "__main__"}
         exec(compile(block, page.name, "exec"), namespace)
     assert "README" not in page.name or len(blocks) >= 4
+
+
+def test_the_readme_is_short_and_has_one_figure():
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 120
+    assert text.count("![") == 1
+    for said in ("git clone", "make demo", "make test", "not run on CUDA here"):
+        assert said in text
 
 
 def run_apart(blocks, modules, tmp_path):
@@ -179,3 +193,10 @@ def test_choosing_quotes_the_recorded_numbers():
         ):
             losses = recorded[model][key]
             assert losses[lr] == min(losses.values()) == float(loss)
+
+
+def test_speed_quotes_the_recorded_step_times():
+    recorded = json.loads((DOCS / "results" / "step_time.json").read_text())["/ Adam(fused)"]
+    text = (DOCS / "speed.md").read_text()
+    for name, ratio in recorded.items():
+        assert f"| {name} | {ratio:.2g} |" in text

@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
+pytest.importorskip("latex2mathml")
 
 pytestmark = pytest.mark.long
 ROOT = Path(__file__).parents[1]
@@ -142,6 +143,20 @@ def test_every_command_is_in_the_reference(site):
     page = next(d for path, d in site.items() if path.name == "command-line.html")
     for command in COMMANDS:
         assert f"stormplus-{command}" in page.ids
+
+
+def test_formulas_are_set_as_mathematics(site):
+    folder = next(path.parent for path in site if path.name == "404.html")
+    for name in ("algorithm.html", "theory.html", "untuned.html"):
+        assert (folder / name).read_text().count("<math") > 5
+    for path in site:
+        assert "arithmatex" not in path.read_text(), path.name
+
+
+def test_it_can_be_searched_from_the_folder_and_has_the_report(site):
+    folder = next(path.parent for path in site if path.name == "404.html")
+    assert (folder / "search" / "search_index.js").is_file()
+    assert (folder / "report" / "index.html").is_file()
 
 
 def test_nothing_is_fetched_from_elsewhere(site):

@@ -15,6 +15,17 @@ METHODS = (
 )
 # The few that a small figure, or README, has room for.
 HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
+# README's table: gradients a step, buffers of the model's size, and what is left to choose.
+COMPARED = {
+    "Untuned": ("1", "2", "none"),
+    "STORM+": ("2", "1", "none on smooth problems, lr on networks"),
+    "Adam": ("1", "2", "lr, schedule"),
+    "SGD momentum": ("1", "1", "lr, schedule, momentum"),
+    "Schedule-Free": ("1", "2", "lr, warm-up"),
+    "Prodigy": ("1", "4", "schedule"),
+    "Mechanic": ("1", "3", "schedule"),
+    "DoG": ("1", "2", "none"),
+}
 # A figure has the workloads of one tier.
 TIERS = {
     "smooth": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +11,11 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, markdown, scores
 from stormplus_bench.finals import ONE_LR, any_left_out
-from stormplus_bench.methods import HEADLINE, OURS, ordered
+from stormplus_bench.methods import COMPARED, HEADLINE, OURS, TIERS, ordered
 from stormplus_bench.profiles import Profile, performance_profile
 
-SECTION = "results"  # of README
+SECTION = "results"  # everything, for the site's page
+TABLE = "table"  # the methods that people use side by side, for README
 RULES = (
     "Final training loss after equal numbers of gradient evaluations, median over seeds. A win "
     "needs every seed to end below every seed of the rival, and a difference of more than "
@@ -119,6 +121,8 @@ class Findings:
         duels: Wins, ties and losses of the library's methods.
         scores: A line for each method.
         ceiling: The highest profile score that is possible, if that is not 1; else "".
+        compared: A line for each method of README's table, or none if the rows have none.
+        glance: What `Untuned` loses on networks, and what those methods do; "" without runs of it.
     """
 
     facts: Facts
@@ -126,6 +130,8 @@ class Findings:
     duels: pd.DataFrame
     scores: pd.DataFrame
     ceiling: str
+    compared: pd.DataFrame
+    glance: str
 
     def plain(self) -> list[str]:
         """All sentences, without Markdown's bold."""
@@ -137,7 +143,16 @@ def findings(frame: pd.DataFrame) -> Findings:
     ends = finals.ends_only(frame)  # enough for final losses, and much less to sort
     profile = performance_profile(frame)
     table = score_table(frame, profile)
-    return Findings(facts(ends), sentences(ends), duel_table(ends), table, ceiling(profile))
+    cost = scores.cost_of_not_tuning(ends)
+    return Findings(
+        facts(ends),
+        sentences(ends),
+        duel_table(ends),
+        table,
+        ceiling(profile),
+        compared(cost),
+        at_a_glance(cost),
+    )
 
 
 def ours_in(frame: pd.DataFrame) -> list[str]:
@@ -250,12 +265,58 @@ def ceiling(profile: Profile) -> str:
     )
 
 
-def readme_section(found: Findings, figures: str, command: str) -> str:
-    """README's section on the results: the facts, and the best known of the library's methods.
+def compared(cost: pd.DataFrame) -> pd.DataFrame:
+    """What people use, side by side: what a step takes, and what is lost without tuning."""
+    columns = ["gradients a step", "buffers", "to choose"]
+    known = {name: cells for name, cells in COMPARED.items() if name in set(cost["method"])}
+    table = pd.DataFrame.from_dict(known, orient="index", columns=columns, dtype="str")
+    for tier in ("networks", "smooth"):
+        some = scores.mean_lost(cost[cost["workload"].isin(TIERS[tier])])
+        told = {
+            name: scores.per_cent(mean) + note
+            for name, mean, note in zip(some.index, some["mean"], some["note"])
+        }
+        title = "networks" if tier == "networks" else "smooth problems"
+        table[f"lost untuned, {title}, %"] = [told.get(name, "") for name in table.index]
+    return table
+
+
+def at_a_glance(cost: pd.DataFrame) -> str:
+    """What `Untuned` loses on networks at its default, and what the methods that people use do."""
+    some = scores.mean_lost(cost[cost["workload"].isin(TIERS["networks"])])
+    ranked = some["mean"][some["place"].notna()]
+    others = [name for name in ranked.index if name in COMPARED and name not in OURS]
+    if "Untuned" not in ranked or not others:
+        return ""
+    told = ", ".join(f"{name} {scores.per_cent(ranked[name])} %" for name in others)
+    return (
+        f"With nothing tuned, `Untuned` leaves {scores.per_cent(ranked['Untuned'])} % of the "
+        f"possible decrease of the loss on the table on the networks; {told}."
+    )
+
+
+def readme_table(found: Findings, times: Mapping[str, float]) -> str:
+    """README's table.
 
     Args:
         found: From the rows.
-        figures: The folder of the figures, as README's links should have it.
+        times: For each method the time of a step over that of Adam(fused=True); may be empty.
+    """
+    table = found.compared.copy()
+    if times:
+        table["step time / Adam(fused)"] = [
+            f"{times[name]:.2g}" if name in times else "" for name in table.index
+        ]
+    words = f"{found.glance} {markdown.escaped(found.facts.sentence())}".strip()
+    return f"{markdown.table(table, 'method')}\n\n{markdown.wrap(words)}"
+
+
+def results_section(found: Findings, figures: str, command: str) -> str:
+    """The site's section on the results: the facts, and the best known of the library's methods.
+
+    Args:
+        found: From the rows.
+        figures: The folder of the figures, as the page's links should have it.
         command: What regenerates the section.
     """
     ours = [name for name in found.sentences if name in HEADLINE] or list(found.sentences)

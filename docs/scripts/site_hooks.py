@@ -1,7 +1,8 @@
-"""What the site has beyond the pages of `docs/`: the examples, and the commands' help.
+"""What the site has beyond the pages of `docs/`: examples, commands' help, mathematics, a report.
 
 The pages are written to be read in the repository too, where `../examples/ddp.py` is a file.
 On the site each example is a page made from that file, and links to it are turned round.
+Formulas between dollars become MathML, which browsers set without a script, a font or a network.
 A link to any other file of the repository is left as plain text, with a warning if a page of the
 site says the same.
 """
@@ -13,10 +14,12 @@ import logging
 import posixpath
 import re
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 from typing import Any
 
 import click
+from latex2mathml.converter import convert
 from markdown import Extension, Markdown
 from markdown.inlinepatterns import SimpleTextInlineProcessor
 from mkdocs.config.defaults import MkDocsConfig
@@ -25,8 +28,11 @@ from mkdocs.structure.pages import Page
 
 LOG = logging.getLogger("mkdocs.hooks")  # a warning ends a strict build
 ROOT = Path(__file__).parents[2]
+REPORT = ROOT / "out" / "report" / "index.html"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+MATHS = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+REPORT_LINK = "<!-- the report -->"  # in the repository there is no such file
 COMMANDS = "<!-- the help of every command -->"
 
 
@@ -48,6 +54,11 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
             continue
         text = example_page(path) if path.suffix == ".py" else notebook_page(path)
         files.append(File.generated(config, f"examples/{path.stem}.md", content=text))
+    if REPORT.exists():
+        made: dict[str, Any] = {"abs_src_path": str(REPORT)}
+    else:  # a build by hand, or a test: the link to it holds all the same
+        made = {"content": "<!doctype html><title>Report</title><p>`make docs` draws it here.</p>"}
+    files.append(File.generated(config, "report/index.html", **made))
     return files
 
 
@@ -79,7 +90,19 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     markdown = LINK.sub(turn_round, FENCED.sub(put_aside, markdown))
     markdown = re.sub(r"\0(\d+)\0", lambda match: code[int(match[1])], markdown)
+    markdown = markdown.replace(REPORT_LINK, " [which is here](report/index.html),")
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
+
+
+def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    return MATHS.sub(mathml, html)
+
+
+def mathml(match: re.Match[str]) -> str:
+    """A formula that arithmatex has marked, in round brackets inline, in square ones displayed."""
+    tag, open_, latex = match.groups()
+    display = "inline" if open_ == "(" else "block"
+    return f'<{tag} class="maths">{convert(unescape(latex), display=display)}</{tag}>'
 
 
 def example_page(path: Path) -> str:

@@ -124,7 +124,7 @@ def test_a_target_that_nobody_reaches_bounds_the_scores():
     both = [make_row([4, 2, 1, 1, 1], workload=w, method=m) for w in "ab" for m in ("SGD", "Adam")]
     assert sentences.ceiling(profiles.performance_profile(frame_of(both))) == ""
     tuned = make_row([4, 2, 0.5, 0.5, 0.5], workload="b", method="Adam", lr=0.2, default=False)
-    text = sentences.readme_section(sentences.findings(frame_of([*both, tuned])), "f", "make")
+    text = sentences.results_section(sentences.findings(frame_of([*both, tuned])), "f", "make")
     assert (
         "At the default lr no method reaches the target of b: no profile score there can be above "
         "0.50."
@@ -137,7 +137,7 @@ def test_the_facts_tell_how_many_examples_were_measured():
     found.append(make_row([2, 1], workload="b", seed=1, measured=3000))
     told = sentences.findings(frame_of(found))
     assert told.facts.measured == {"a": "5", "b": "2,000 or 3,000"}
-    text = sentences.readme_section(told, "figures", "make")
+    text = sentences.results_section(told, "figures", "make")
     assert "Examples that the losses are measured on: a 5, b 2,000 or 3,000." in text
 
 
@@ -166,7 +166,7 @@ def test_help_teaches_and_a_call_without_rows_ends_with_two(tmp_path):
         assert part in text
     assert "\\b" not in text
     lines = [line.strip() for line in text.splitlines()]
-    assert "results.md    what README says: where STORM+ wins, ties and loses" in lines
+    assert "results.md    the same in words: where STORM+ wins, ties and loses" in lines
     assert "2    the command was not called properly" in lines
     assert call().exit_code == 2
     assert call(tmp_path / "nowhere.jsonl").exit_code == 2
@@ -290,12 +290,50 @@ def test_odd_rows_have_a_report_too_and_its_figures_can_be_kept_elsewhere(tmp_pa
 @pytest.mark.long
 def test_the_readme_says_what_the_committed_rows_say():
     """`make report` would change nothing."""
-    readme = (ROOT / "README.md").read_text()
-    section = readme.split(BEGIN)[1].split(END)[0]
-    command = re.search(r"`(stormplus report .*?)`", " ".join(section.split()))[1]
-    frame = read(tuple(ROOT / name for name in command.split() if name.endswith(".jsonl.gz")))
-    again = sentences.readme_section(sentences.findings(frame), "docs/figures", command)
-    assert again == section.strip()
+    readme, site = ROOT / "README.md", ROOT / "docs" / "benchmark.md"
+    section = site.read_text().split(BEGIN)[1].split(END)[0]
+    given = re.search(r"`(stormplus report .*?)`", " ".join(section.split()))[1]
+    frame = read(tuple(ROOT / name for name in given.split() if name.endswith(".jsonl.gz")))
+    found = sentences.findings(frame)
+    times = command.read_step_times(ROOT / "docs" / "results" / "step_time.json")
+    table = sentences.readme_table(found, times)
+    assert command.in_page(readme, "", table) == readme.read_text()
+    results = sentences.results_section(found, "figures", given)
+    assert command.in_page(site, results, "") == site.read_text()
+
+
+def test_a_page_with_a_table_gets_the_table_only(tmp_path):
+    found = [
+        make_row([4, last], workload=w, method=m)
+        for w in ("nmf", "mlp-digits")
+        for m, last in (("Adam", 2), ("Untuned", 1), ("a stranger", 1))
+    ]
+    told = sentences.findings(frame_of(found))
+    text = sentences.readme_table(told, {"Untuned": 1.234})
+    assert "| Untuned | 1 | 2 | none | 0 | 0 | 1.2 |" in text
+    assert "| Adam | 1 | 2 | lr, schedule | 33 | 33 |  |" in text
+    assert "stranger" not in text
+    assert "`Untuned` leaves 0 % of the possible decrease" in text
+    assert "; Adam 33 %." in " ".join(text.split())
+    nobody = sentences.findings(frame_of([make_row([2, 1])]))
+    assert "Untuned" not in sentences.readme_table(nobody, {})
+    assert "step time" not in sentences.readme_table(told, {})
+    page = tmp_path / "page.md"
+    page.write_text("Before.\n<!-- table:begin -->\nold\n<!-- table:end -->\nAfter.\n")
+    filled = command.in_page(page, "all", text)
+    assert "| Untuned |" in filled
+    assert "all" not in filled
+    assert "old" not in filled
+
+
+def test_step_times_of_another_kind_are_told_before_anything_is_drawn(tmp_path, monkeypatch):
+    monkeypatch.setattr(command, "draw", lambda *_: pytest.fail("drew"))
+    path = write_rows(tmp_path / "rows.jsonl", [make_row([2, 1])])
+    times = tmp_path / "times.json"
+    times.write_text("[]")
+    result = call(path, "--output", tmp_path / "out", "--step-times", times)
+    assert result.exit_code == 1
+    assert "times.json is not what benchmark/scripts/step_time.py writes" in result.stderr
 
 
 class Page(HTMLParser):

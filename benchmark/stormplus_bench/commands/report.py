@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import zlib
@@ -38,13 +39,30 @@ LONGEST = 100  # letters of a file's name; file systems allow some 250 bytes
     show_default=True,
     help="The folder to write to; it is made if it is not there.",
 )
-@click.option("--readme", type=FILE, help="A Markdown file whose results section is replaced.")
+@click.option(
+    "--readme",
+    "pages",
+    type=FILE,
+    multiple=True,
+    help="A Markdown file whose sections are replaced; may be given several times.",
+)
+@click.option(
+    "--step-times",
+    type=FILE,
+    help="What benchmark/scripts/step_time.py has measured, for README's table.",
+)
 @click.option(
     "--keep",
     type=click.Path(path_type=Path, file_okay=False),
-    help="A folder for the figures that README shows.  [OUTPUT/figures]",
+    help="A folder for the figures that these files show.  [OUTPUT/figures]",
 )
-def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Path | None) -> None:
+def report(
+    files: tuple[Path, ...],
+    output: Path,
+    pages: tuple[Path, ...],
+    step_times: Path | None,
+    keep: Path | None,
+) -> None:
     """Turn the benchmark's rows into a page, figures, a table and a summary.
 
     ROWS are journals that the benchmark has written (rows.jsonl, or rows.jsonl.gz). Several are
@@ -56,10 +74,11 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Pat
       index.html    the report, one file that opens without a network
       figures/      each figure as SVG, the overviews as PNG too
       table.csv     one line for each workload and method
-      results.md    what README says: where STORM+ wins, ties and loses
+      results.md    the same in words: where STORM+ wins, ties and loses
 
-    With --readme the same text replaces what stands between the lines
-    <!-- results:begin --> and <!-- results:end --> of that file.
+    With --readme the same words replace what stands between the lines
+    <!-- results:begin --> and <!-- results:end --> of that file, and a short table of the methods
+    that people use what stands between <!-- table:begin --> and <!-- table:end -->.
 
     \b
     Examples
@@ -79,15 +98,18 @@ def report(files: tuple[Path, ...], output: Path, readme: Path | None, keep: Pat
     console = Console(stderr=True)
     with explained(output, console):
         frame = read(files)
-        if readme:
-            _in_readme(readme, "")
-            require_writable(readme.parent)
+        times = read_step_times(step_times) if step_times else {}
+        for name in pages:
+            in_page(name, "", "")
+            require_writable(name.parent)
         require_writable(output / "figures")
         require_writable(output, WRITTEN)
         if keep:
             require_writable(keep)
         found = sentences.findings(frame)
-        written = write(frame, found, files, output, readme, keep, console)
+        command = shown_command(files, output, pages, step_times, keep)
+        written = write(frame, found, command, output, console)
+        written += fill(pages, found, times, command, output, keep)
     for text in found.plain():
         click.echo(text)
     click.echo("wrote " + ", ".join(str(path) for path in written))
@@ -116,38 +138,71 @@ def _warn(path: Path, number: int) -> None:
     )
 
 
-def write(  # noqa: PLR0917
-    frame: pd.DataFrame,
-    found: sentences.Findings,
+def read_step_times(path: Path) -> dict[str, float]:
+    """Time of a step over that of Adam(fused=True), by method."""
+    try:
+        return {
+            str(name): float(ratio)
+            for name, ratio in json.loads(path.read_text())["/ Adam(fused)"].items()
+        }
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not what benchmark/scripts/step_time.py writes ({error!r}); run it again"
+        ) from error
+
+
+def shown_command(
     files: tuple[Path, ...],
     output: Path,
-    readme: Path | None,
+    pages: tuple[Path, ...],
+    step_times: Path | None,
     keep: Path | None,
-    console: Console,
+) -> str:
+    """How this report was called."""
+    parts = ["stormplus report", *(path.as_posix() for path in files)]
+    parts.append(f"--output {output.as_posix()}")
+    parts += [f"--readme {path.as_posix()}" for path in pages]
+    parts += [f"--step-times {step_times.as_posix()}"] if step_times else []
+    parts += [f"--keep {keep.as_posix()}"] if keep else []
+    return " ".join(parts)
+
+
+def write(
+    frame: pd.DataFrame, found: sentences.Findings, command: str, output: Path, console: Console
 ) -> list[Path]:
-    """Write everything; the README last, when nothing can go wrong any more."""
-    folder = output / "figures"
-    svgs = draw(frame, folder, console)
+    """Write all that goes to the folder."""
+    svgs = draw(frame, output / "figures", console)
     write_whole(output / "index.html", page.build(frame, found, svgs))
     write_whole(output / "table.csv", scores.table(frame).to_csv(index=False))
-    command = f"stormplus report {' '.join(path.as_posix() for path in files)}"
-    command += f" --output {output.as_posix()}"
     section = markdown.section(
-        sentences.readme_section(found, "figures", command), sentences.SECTION
+        sentences.results_section(found, "figures", command), sentences.SECTION
     )
     write_whole(output / "results.md", section + "\n")
-    written = [output / name for name in ("index.html", "figures", "table.csv", "results.md")]
-    if readme is None:
-        return written
-    command += f" --readme {readme.as_posix()}"
-    if keep is not None:
-        command += f" --keep {keep.as_posix()}"
-    shown = Path(os.path.relpath(keep or folder, readme.parent)).as_posix()
-    section = sentences.readme_section(found, shown, command)
-    if keep is not None:
-        names = re.findall(r"\]\(.*?([\w-]+\.png)\)", section)
-        written += [write_whole(keep / name, (folder / name).read_bytes()) for name in names]
-    return [*written, write_whole(readme, _in_readme(readme, section))]
+    return [output / name for name in ("index.html", "figures", "table.csv", "results.md")]
+
+
+def fill(  # noqa: PLR0917
+    pages: tuple[Path, ...],
+    found: sentences.Findings,
+    times: dict[str, float],
+    command: str,
+    output: Path,
+    keep: Path | None,
+) -> list[Path]:
+    """Write the sections of the pages, last, when nothing can go wrong any more."""
+    folder, written = output / "figures", []
+    table = sentences.readme_table(found, times)
+    for name in pages:
+        shown = Path(os.path.relpath(keep or folder, name.parent)).as_posix()
+        text = in_page(name, sentences.results_section(found, shown, command), table)
+        if keep is not None:
+            figures_shown = re.findall(rf"\]\({re.escape(shown)}/([\w-]+\.png)\)", text)
+            drawn = [figure for figure in figures_shown if (folder / figure).exists()]
+            written += [
+                write_whole(keep / figure, (folder / figure).read_bytes()) for figure in drawn
+            ]
+        written.append(write_whole(name, text))
+    return written
 
 
 def draw(frame: pd.DataFrame, folder: Path, console: Console) -> dict[str, str]:
@@ -176,10 +231,15 @@ def file_name(name: str) -> str:
     return short if short == name else f"{short}-{zlib.crc32(name.encode()):08x}"
 
 
-def _in_readme(readme: Path, section: str) -> str:
-    """README's text with another section on the results; a ValueError if it has no markers."""
-    old = readme.read_text(encoding="utf-8")
-    return markdown.replace(old, section, sentences.SECTION, str(readme))
+def in_page(name: Path, results: str, table: str) -> str:
+    """The page's text with other sections; a ValueError if it has neither."""
+    text = name.read_text(encoding="utf-8")
+    begin, _ = markdown.markers(sentences.TABLE)
+    if begin in text:
+        text = markdown.replace(text, table, sentences.TABLE, str(name))
+        if markdown.markers(sentences.SECTION)[0] not in text:
+            return text
+    return markdown.replace(text, results, sentences.SECTION, str(name))
 
 
 def _drawings(frame: pd.DataFrame) -> dict[str, tuple[Callable[[], Figure], bool]]:
