@@ -31,6 +31,7 @@ from stormplus_bench.rows import Key
 from stormplus_bench.train.training import part_file, share_file
 
 POLL = 0.5  # seconds
+QUIET = 60.0  # seconds without news, beyond what the longest run takes, before one is looked for
 PATIENCE = 15.0  # seconds for benchopt to stop by itself
 
 
@@ -227,9 +228,19 @@ def _watch(  # noqa: PLR0917
             still = timedelta(seconds=max(0, round(seconds)))
             progress.update(task, left=still)
             pulse.beat(f"{len(done)}/{len(left)} runs, {finished / total:.0%}, left {still}")
-            if ended:
+            waiting = max((wanted[k] for k in wanted.keys() - done), default=0.0)
+            if ended or (time.monotonic() - changed > QUIET + 3 * waiting and _lost_a_run(journal)):
                 return
             time.sleep(POLL)
+
+
+def _lost_a_run(journal: Path) -> bool:
+    """Whether joblib has lost a run on its way to Dask, and would wait for it forever.
+
+    It sends runs from a thread of its own; an object that changes meanwhile cannot be sent, and
+    the error goes to the log instead of to benchopt. Another round runs what is missing.
+    """
+    return "Failed to serialize" in _log(journal).read_text(encoding="utf-8", errors="replace")
 
 
 def _shares(left: list[Run], journal: Path) -> dict[Key, float]:

@@ -180,6 +180,20 @@ def test_a_log_shows_life(tmp_path, monkeypatch):
     assert output.getvalue().count("0/2 runs, 0%, left 0:0") == 2
 
 
+def test_a_run_that_was_lost_on_its_way_is_not_waited_for(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "POLL", 0)
+    monkeypatch.setattr(engine, "QUIET", -1e9)
+    plan, journal = plan_of(hand_made()), tmp_path / "rows.jsonl"
+    console, polls = Console(file=StringIO()), iter([None] * 3)
+    child = SimpleNamespace(poll=polls.__next__)
+    journal.with_suffix(".log").write_text("all is well")
+    with pytest.raises(StopIteration):  # it goes on looking
+        engine._watch(child, plan, plan.runs, journal, console, 1)
+    journal.with_suffix(".log").write_text("pickle - ERROR - Failed to serialize LLGExpr")
+    child.poll = iter([None]).__next__
+    engine._watch(child, plan, plan.runs, journal, console, 1)
+
+
 def test_runs_without_a_row_are_an_error_that_names_them(tmp_path, monkeypatch):
     plan = make_plan(SUITE)
     monkeypatch.setattr("stormplus_bench.engine.sys.executable", "/bin/false")
