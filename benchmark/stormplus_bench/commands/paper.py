@@ -101,7 +101,7 @@ def paper(  # noqa: PLR0917
                 run_stages(SCALES[scale], journal, jobs, threads, console)
             written = write(journal, SCALES[scale], output)
         for file in written:
-            console.print(f"wrote {file}", highlight=False, markup=False)
+            console.print(f"wrote {file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def run_stages(scale: Scale, journal: Path, jobs: int, threads: int, console: Console) -> None:
