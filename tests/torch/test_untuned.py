@@ -276,6 +276,21 @@ def test_a_tensor_without_a_gradient_stands_still_and_the_others_do_not_mind():
     assert_same(values(others), values(params))
 
 
+def test_a_tensor_that_was_frozen_begins_as_if_it_were_new():
+    p, q = (nn.Parameter(draw(6, seed=seed)) for seed in (1, 2))
+    opt = Untuned([p, q])
+    UNTUNED.descend(opt, [p, q], [[row, row] for row in draw(30, 6)])
+    p.requires_grad_(False)
+    UNTUNED.descend(opt, [p, q], [[None, row] for row in draw(3, 6, seed=3)])
+    p.requires_grad_(True)
+    fresh = nn.Parameter(p.detach().clone())
+    rows = draw(5, 6, seed=4)
+    UNTUNED.descend(opt, [p, q], [[row, row] for row in rows])
+    descend(fresh, *rows)
+    assert torch.equal(p, fresh)
+    assert run_of(opt)["step"].tolist() == [5, 38]
+
+
 # -- nothing to get wrong --------------------------------------------------------------------------
 
 

@@ -186,7 +186,8 @@ class Untuned(BaseOptimizer):
         """Take in what the last step has measured, and decide on this one.
 
         Returns:
-            A column of coefficients for each tensor, in the order that `_COEFFICIENTS` names.
+            A column of coefficients for each tensor: the step, its limit in a coordinate, the part
+            that weight decay takes, w, c, the sign of the gradient, and t.
         """
         run = layout.numbers(self._run, tuple(self._numbers))
         t = run["step"] + 1
@@ -239,6 +240,9 @@ class Untuned(BaseOptimizer):
         ceiling = rules.distance_ceiling(start, layout.natural)
         first = rules.first_distance(ceiling)
         for lot, row, item, sample in begun:
+            # One that was frozen meanwhile has numbers of its first life.
+            for name, number in self._numbers.items():
+                self._run[name][row] = number
             self._run["ceiling"][row] = float(ceiling[row])
             self._run["distance"][row] = float(first[row])
             sample.keep_origin(item, lot.process_groups)
