@@ -5,6 +5,7 @@ import inspect
 import pickle
 import re
 import sys
+import weakref
 
 import numpy as np
 import pytest
@@ -364,6 +365,11 @@ def test_gradients_are_never_written_or_kept(case):
             assert p.grad is grad
             assert torch.equal(grad, was)
             assert all(opt.state[p][name].data_ptr() != grad.data_ptr() for name in case.buffers)
+        opt.zero_grad()
+        alive = [weakref.ref(grad) for grad, _ in kept]
+        del grad
+        kept.clear()
+        assert not any(grad() is not None for grad in alive)  # else a model's size of memory
 
 
 @every

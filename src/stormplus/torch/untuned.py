@@ -177,6 +177,7 @@ class Untuned(BaseOptimizer):
         totals = Totals(2, roster, self._run["step"])
         for lot in lots:
             lot.descend(table, totals.table(lot.process_groups, lot.device))
+            lot.release_gradients()
         self._measure(layout, rows, totals.sum())
         self._run["grad_evaluations"] += 1
         self._opt_called = True  # what lr_scheduler looks for before it warns
@@ -529,22 +530,24 @@ class _Lot:
         """Take the new gradients, if nothing else has changed."""
         items = self.items
         for i, p in enumerate(self.params):
-            x, old, buffers, state = items[i]
+            x, _, buffers, state = items[i]
             g = p.grad
             if (
                 g is None
-                or old is None
                 or g.dtype != x.dtype
-                or g.stride() != old.stride()
+                or g.stride() != x.stride()
                 or p.data_ptr() != x.data_ptr()
                 or state["lead"] is not buffers[0]
                 or state["unit"] is not buffers[1]
                 or type(g) is not Tensor
             ):
                 return False
-            if g is not old:
-                items[i] = Item(x, g.detach() if g.requires_grad else g, buffers, state)
+            items[i] = Item(x, g.detach() if g.requires_grad else g, buffers, state)
         return not torch._C._len_torch_dispatch_stack()
+
+    def release_gradients(self) -> None:
+        """Let the gradients go: they are as large as the model."""
+        self.items = [Item(x, None, buffers, state) for x, _, buffers, state in self.items]
 
     def take(self, member: Member, item: Item, sample: _Sample, *, joining: bool) -> None:
         """Add a tensor."""
