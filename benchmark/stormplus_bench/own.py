@@ -33,7 +33,7 @@ from stormplus_bench.methods import METHODS, TIERS, ordered
 from stormplus_bench.train.catalogue import EVERY
 from stormplus_bench.train.steppers import AtAverage, OneGradient, Stepper, TwoGradients
 from stormplus_bench.train.training import Training, row_of
-from stormplus_bench.train.workload import Workload
+from stormplus_bench.train.workload import Workload, has_batch_norm, seeded
 
 Make = Callable[..., Any]  # parameters, or parameters and a rate -> an optimizer
 MEASURED = 2000  # examples of each split
@@ -138,12 +138,8 @@ class OwnWorkload(Workload):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self.make()
-        self.batch_norm = any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
-        )
+        model = seeded(self.make, seed)
+        self.batch_norm = has_batch_norm(model)
         return model
 
     def samples(self, seed: int) -> Iterator[Any]:

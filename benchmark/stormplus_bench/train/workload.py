@@ -136,6 +136,18 @@ def _iterate(model: nn.Module) -> Any:
     return x.detach().numpy()
 
 
+def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
+    """A model whose first weights depend on the seed alone; the stream outside stands still."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return make()
+
+
+def has_batch_norm(model: nn.Module) -> bool:
+    """Whether it has running statistics that belong to a point."""
+    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
+
+
 class Network(Workload):
     """A network on tensors: `inputs` and `targets`, of which some are measured.
 
@@ -173,12 +185,8 @@ class Network(Workload):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            model = self.make()
-        self.batch_norm = any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()
-        )
+        model = seeded(self.make, seed)
+        self.batch_norm = has_batch_norm(model)
         return model
 
     def samples(self, seed: int) -> Iterator[Any]:
