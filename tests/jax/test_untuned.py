@@ -307,3 +307,12 @@ def test_what_it_has_not():
             untuned(**{name: None})
     with pytest.raises(ValueError, match=r"state_dtype must be jnp\.bfloat16 or None, got.*16"):
         untuned(state_dtype=jnp.float16)
+
+
+def test_parameters_that_are_not_finite_stop_the_others_too():
+    params = {"good": jnp.ones(3), "bad": jnp.array([1.0, jnp.inf])}
+    tx = untuned()
+    state = tx.init(params)
+    move, state = tx.update(jax.tree.map(jnp.ones_like, params), state, params)
+    assert all((leaf == 0).all() for leaf in jax.tree.leaves(move))
+    assert (int(state.step), int(state.skipped)) == (0, 1)

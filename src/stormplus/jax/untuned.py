@@ -177,8 +177,8 @@ def untuned(
         mean_square = layout.square_norm(u, "mean")
 
         # Beyond the paper: a gradient that is not finite has no effect. Then u is not finite
-        # either, and else it is.
-        finite = all_finite(mean_square)
+        # either, and else it is. Nor has a step from parameters that are not: r tells.
+        finite = all_finite((mean_square, eta))
 
         # Two passes, of which the second begins anew: what both would share, the compiler would
         # keep, in buffers of the size of the parameters.
