@@ -431,6 +431,44 @@ def test_sparse_gradients_are_refused_before_anything_has_moved(case):
     assert opt.diagnostics()["step"] == 0
 
 
+# Tensors are kept from step to step while they stay where they are: so all ways to move them.
+MOVES = {
+    "buffers are shared": lambda p, state, names: [state[n].share_memory_() for n in names],
+    "buffers are others": lambda p, state, names: state.update(
+        {n: state[n].clone() for n in names}
+    ),
+    "parameters lie elsewhere": lambda p, state, names: setattr(p, "data", p.data.clone()),
+    "parameters are laid out otherwise": lambda p, state, names: setattr(
+        p, "data", p.data.T.contiguous().T if p.ndim == 2 else p.data
+    ),
+}
+
+
+@every
+@pytest.mark.parametrize("how", MOVES)
+def test_tensors_that_move_in_memory_are_followed(case, how):
+    problem, params, opt = made(case, samples=12)
+    _, twins, twin = made(case, samples=12)
+    case.train(problem, twin, twins)
+    case.train(problem, opt, params, problem.samples[:6])
+    for p in params:
+        MOVES[how](p, opt.state[p], case.buffers)
+    case.train(problem, opt, params, problem.samples[6:])
+    for p, q in zip(params, twins):  # another layout is added up in another order
+        torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-13)
+
+
+@every
+def test_a_sparse_gradient_after_dense_ones_is_refused(case):
+    p = parameter(1.0, 2.0, 3.0)
+    opt = case([p])
+    case.descend(opt, [p], [[g] for g in noise((3,), 4)])
+    held = p.detach().clone()
+    with pytest.raises(RuntimeError, match="is sparse"):
+        case.descend(opt, [p], [[torch.ones(3, dtype=p.dtype).to_sparse()]])
+    assert torch.equal(p, held)
+
+
 @every_paired
 @pytest.mark.parametrize("name", ["", "scope", "decoupled_weight_decay", "lr"])
 def test_no_wait_for_the_device_without_the_check(case, name):

@@ -288,7 +288,7 @@ def test_a_restart_takes_one_evaluation_and_keeps_the_sums(lost):
 def test_an_interrupted_pass_leaves_an_optimizer_that_starts_anew(half, monkeypatch):
     # Ctrl-C between two bundles of a pass: d is half of one thing and half of another.
     problem, params, _ = made(PLAIN)
-    opt = StormPlus([{"params": params[:1]}, {"params": params[1:]}])
+    opt = StormPlus([{"params": params[:1]}, {"params": params[1:]}], foreach=False)
     problem.run(opt, params, problem.samples[:3])
     real, calls = getattr(Plain, half), []
 

@@ -19,6 +19,7 @@ from itertools import chain
 from numbers import Real
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 from torch.optim import optimizer as torch_optimizer
@@ -26,7 +27,7 @@ from torch.optim import optimizer as torch_optimizer
 from stormplus import rules
 from stormplus.rules import NORMS, Rule, Sum, Sums, check_choice, describe
 from stormplus.torch.core.base import BaseOptimizer
-from stormplus.torch.core.kernels import kernels_for, undo_estimate
+from stormplus.torch.core.kernels import Number, kernels_for, undo_estimate
 from stormplus.torch.core.random import RandomStreams, pair_lock
 from stormplus.torch.core.state import JOINED, Buffer, State
 from stormplus.torch.core.tensors import (
@@ -220,8 +221,13 @@ class PairedOptimizer(BaseOptimizer):
                 first=phase == START or bundle.joining,
                 guard=self._check_finite,
             )
-        new = self._next_numbers(totals.sum(), roster)
-        finite = torch.isfinite(torch.stack(list(new.values()))).all(dim=0)
+        now, squares = self._now(), totals.sum()
+        on_host = now is not run
+        with np.errstate(all="ignore"):  # what is not finite is found below
+            new = self._next_numbers(now, squares.numpy() if on_host else squares, roster)
+        table = list(new.values())
+        finite: Any = np.isfinite(table) if on_host else torch.isfinite(torch.stack(table))
+        finite = finite.all(0)
         if self._check_finite and not bool(finite.all()):  # waits for the device
             if phase != START:
                 for bundle in (bundle for bundle in bundles if not bundle.joining):
@@ -232,23 +238,28 @@ class PairedOptimizer(BaseOptimizer):
         buckets = {bundle.bucket for bundle in bundles}
         if len(buckets) < len(finite):  # the others have had no gradient
             seen = torch.tensor([i in buckets for i in range(len(finite))])
-            finite = finite & seen.to(finite.device, non_blocking=True)
-        run.update({name: torch.where(finite, v, run[name]) for name, v in new.items()})
-        for item in chain.from_iterable(bundle.items for bundle in bundles):
+            finite = finite & (
+                seen.numpy() if on_host else seen.to(finite.device, non_blocking=True)
+            )
+        for name, value in new.items():
+            if on_host:
+                np.copyto(now[name], value, where=finite)
+            else:
+                run[name] = torch.where(finite, value, run[name])
+        for item in chain.from_iterable(bundle.items for bundle in bundles if bundle.joining):
             item.state["joined"] = JOINED
         run["phase"] = READY
         run["grad_evaluations"] += 1
         self._opt_called = True  # what lr_scheduler looks for before it warns
         self._tell("after_estimate")
 
-    def _next_numbers(self, squares: Tensor, roster: Roster) -> dict[str, Tensor]:
-        """Alg. 1, line 3, for every bucket at once."""
+    def _next_numbers(self, run: State, squares: Any, roster: Roster) -> dict[str, Any]:
+        """Alg. 1, line 3, for every bucket at once, on arrays or on tensors."""
         g_sq, d_sq = squares
-        size: Tensor | int = 1
+        size: Any = 1
         if self._norm == "mean":
             # Beyond the paper: the recipe of the authors' published code.
             size = roster.sizes_like(g_sq)
-        run = self._run
         t = run["step"] + 1
         sums = Sums(
             Sum(run["sum_g_sq"], run["sum_g_sq_lost"]),
@@ -267,32 +278,41 @@ class PairedOptimizer(BaseOptimizer):
             "sum_d_sq_over_a_lost": sums.sum_d_sq_over_a.lost,
         }
 
-    def _alpha(self, bundle: Bundle) -> Tensor:
+    def _alpha(self, bundle: Bundle) -> Number:
         """The factor of d in the move."""
-        eta: Tensor = self._run["step_size"][bundle.bucket]
+        run, bucket = self._now(), bundle.bucket
         lr, bound = bundle.group["lr"], bundle.group["max_move"]
         if isinstance(lr, Tensor):
-            lr = lr.to(eta, non_blocking=True).reshape(())
+            lr = lr.to(self._run["step_size"], non_blocking=True).reshape(())
         # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
-        alpha: Tensor = lr * eta
+        alpha = lr * run["step_size"][bucket]
         if bound is not None:
             # Beyond the paper: lr eta |d| <= max_move, with |d| over the bucket.
-            alpha = torch.minimum(
-                alpha, bound / self._run["estimator_norm_sq"][bundle.bucket].sqrt()
-            )
-        return alpha.to(bundle.device, non_blocking=True)
+            d_norm = run["estimator_norm_sq"][bucket] ** (1 / 2)
+            limit = bound / (d_norm + (d_norm == 0))
+            alpha = alpha * (alpha <= limit) + limit * (alpha > limit)
+        return _for_kernels(alpha, bundle)
 
-    def _keep(self, bundle: Bundle) -> Tensor:
+    def _keep(self, bundle: Bundle) -> Number:
         """The factor of the innovation in the estimate, 1 - a."""
-        keep: Tensor = 1 - self._run["gain"][bundle.bucket]
-        return keep.to(bundle.device, non_blocking=True)
+        return _for_kernels(1 - self._now()["gain"][bundle.bucket], bundle)
+
+    def _now(self) -> State:
+        """The numbers of the run: on the host arrays, which are faster, elsewhere tensors."""
+        step = self._run["step"]
+        # A fake tensor is of another type.
+        on_host = step.device.type == "cpu" and type(step) is Tensor
+        return self._views.of(self._run) if on_host else self._run
 
     def _probe(self, bundles: list[Bundle], roster: Roster) -> None:
         """Refuse a first gradient that is not finite: nothing has moved yet."""
-        totals = Totals(1, roster, self._run["step"])
-        for bundle in bundles:
-            kernels_for(bundle).probe(bundle, totals.room(bundle))
-        if not bool(torch.isfinite(totals.sum()).all()):  # waits for the device
+        found = [kernels_for(bundle).probe(bundle) for bundle in bundles]
+        if any(roster.process_groups) or any(isinstance(number, Tensor) for number in found):
+            totals = Totals(1, roster, self._run["step"])
+            for bundle, number in zip(bundles, found):
+                totals.room(bundle)[0] += number
+            found = [totals.sum().sum()]
+        if not all(map(math.isfinite, found)):  # waits for the device
             self._tell("failed")
             raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[True]}")
 
@@ -450,6 +470,12 @@ class Storm(PairedOptimizer):
     ) -> None:
         self.rule = rules.StormRule(theta, w, c, smoothness)
         super().__init__(params, lr, **options)
+
+
+def _for_kernels(number: Any, bundle: Bundle) -> Number:
+    if isinstance(number, Tensor):
+        return number.to(bundle.device, non_blocking=True)
+    return float(number)
 
 
 class _Generators:

@@ -16,7 +16,7 @@ from typing import Any, ClassVar, TypeAlias
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor, _disable_dynamo, nn  # type: ignore[attr-defined]
+from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 
 from stormplus import rules
 from stormplus.rules import INTERPOLATION
@@ -31,10 +31,9 @@ from stormplus.torch.core.kernels import (
     suits_untuned,
 )
 from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local
-from stormplus.torch.core.state import JOINED, Buffer, State, run_of
-from stormplus.torch.core.tensors import Item, Member, Roster, Totals, blame, name_of
+from stormplus.torch.core.state import JOINED, Buffer, Numbers, State, run_of
+from stormplus.torch.core.tensors import Item, Kept, Member, Roster, Totals, blame, name_of
 
-Numbers: TypeAlias = npt.NDArray[np.float64]  # one for each tensor
 Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among all
 
 # In every coordinate, with b = 0.9 and the weights w, c of rules.py:
@@ -190,7 +189,7 @@ class Untuned(BaseOptimizer):
             A column of coefficients for each tensor: the step, its limit in a coordinate, the part
             that weight decay takes, w, c, the sign of the gradient, and t.
         """
-        run = layout.numbers(self._run, tuple(self._numbers))
+        run = self._on_host()
         t = run["step"] + 1
         counted = run["counted"] + rules.counted_step(run["mean_square"])
         r = rules.next_distance(run["distance"], run["moved"], run["ceiling"])
@@ -208,7 +207,9 @@ class Untuned(BaseOptimizer):
         new = {"step": t, "counted": counted, "distance": r, "step_size": eta}
         for name, value in new.items():
             run[name][at] = value[at]
-        layout.write(self._run, run, new)
+        if self._run["step"].device.type != "cpu":
+            for name in new:
+                self._run[name] = torch.from_numpy(run[name]).to(self._run[name], non_blocking=True)
         lr, decay, sign = layout.options()
         alpha = lr * eta
         if layout.decays:
@@ -217,8 +218,20 @@ class Untuned(BaseOptimizer):
         w, c = rules.unit_weight(t), rules.average_weight(t)
         return np.array((alpha, lr * r, decay, w, c, sign, t))
 
+    def _on_host(self) -> dict[str, Numbers]:
+        """The numbers of the run; on the CPU they are the run's own memory."""
+        if self._run["step"].device.type == "cpu":
+            return self._views.of(self._run)
+        table = torch.stack([self._run[name] for name in self._numbers]).cpu()  # waits, once
+        return dict(zip(self._numbers, table.double().numpy()))
+
     def _measure(self, layout: _Layout, rows: Rows, sums: Tensor) -> None:
         """Keep what this step has measured: the mean of (g / s)^2, and how far z has come."""
+        if sums.device.type == "cpu":
+            run, table = self._views.of(self._run), sums.numpy()
+            run["mean_square"][rows] = table[0, rows] / layout.sizes[rows]
+            run["moved"][rows] = np.sqrt(table[1, rows] / layout.counts[rows])
+            return
         sizes, counts = layout.sizes_like(sums)
         at = slice(None) if len(rows) == len(sizes) else torch.from_numpy(rows).to(sums.device)
         self._run["mean_square"][at] = (sums[0] / sizes)[at]
@@ -362,22 +375,22 @@ class _Layout:
     Attributes:
         roster: The trainable parameters.
         sizes: The number of elements of each tensor, 1 where there is none.
+        counts: The number of those that are sampled, likewise.
         natural: The natural scale of each.
     """
 
     def __init__(self, roster: Roster, rows: int) -> None:
         self.roster = roster
-        self.sizes, self._counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
+        self.sizes, self.counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
         self._groups: list[dict[str, Any] | None] = [None] * rows
         self._samples: dict[int, _Sample] = {}
         self._kept: _Lot | None = None
-        self._views: tuple[Tensor, dict[str, Numbers]] | None = None
         self._known: tuple[Any, ...] = ()
         self._on_device: tuple[Tensor, Tensor] | None = None
         for member in roster.members:
             p, row = member.p, member.bucket
             sample = self._samples[row] = _Sample(p)
-            self.sizes[row], self._counts[row] = max(sample.size, 1), max(sample.count, 1)
+            self.sizes[row], self.counts[row] = max(sample.size, 1), max(sample.count, 1)
             outputs = p.shape[0] if p.ndim + p.is_complex() > 1 else 1
             self.natural[row] = rules.natural_scale(sample.size // max(outputs, 1))
             self._groups[row] = member.group
@@ -401,23 +414,11 @@ class _Layout:
         for lot in found.values():
             lot.rows = np.array(lot.rows)
         lots = list(found.values())
-        self._kept = lots[0] if len(lots) == 1 and lots[0].lasts(len(self.roster.members)) else None
+        self._kept = None
+        if len(lots) == 1 and lots[0].lasts(len(self.roster.members)):
+            self._kept = lots[0]
+            self._kept.keep(self.roster.buffers)
         return lots
-
-    def numbers(self, run: State, names: tuple[str, ...]) -> dict[str, Numbers]:
-        """The numbers of the run on the host; on the CPU they are the run's own memory."""
-        if run["step"].device.type != "cpu":
-            table = torch.stack([run[name] for name in names]).cpu().numpy()  # waits, once
-            return dict(zip(names, table.astype(np.float64)))
-        if self._views is None or self._views[0] is not run["step"]:
-            self._views = run["step"], {name: run[name].numpy() for name in names}
-        return self._views[1]
-
-    def write(self, run: State, numbers: dict[str, Numbers], names: Iterable[str]) -> None:
-        """Bring numbers back to where the run has them."""
-        if run["step"].device.type != "cpu":
-            for name in names:
-                run[name] = torch.from_numpy(numbers[name]).to(run[name], non_blocking=True)
 
     @property
     def decays(self) -> bool:
@@ -438,7 +439,7 @@ class _Layout:
     def sizes_like(self, sums: Tensor) -> tuple[Tensor, Tensor]:
         """The sizes, and how many coordinates the samples have."""
         if self._on_device is None or self._on_device[0].device != sums.device:
-            sizes, counts = (torch.from_numpy(n).to(sums) for n in (self.sizes, self._counts))
+            sizes, counts = (torch.from_numpy(n).to(sums) for n in (self.sizes, self.counts))
             self._on_device = sizes, counts
         return self._on_device
 
@@ -516,6 +517,11 @@ class _Lot:
         self.samples: list[_Sample] = []
         self.joining: list[int] = []
         self._plan: tuple[list[int], NativeUntuned | None, list[int]] | None = None
+        self._tensors: Kept | None = None
+
+    def keep(self, names: Iterable[str]) -> None:
+        """Be there for the next step too."""
+        self._tensors = Kept(self.params, self.items, names)
 
     def lasts(self, rows: int) -> bool:
         """Whether it can be used again: all tensors, and none that changes by itself."""
@@ -523,31 +529,24 @@ class _Lot:
             len(self.rows) == rows == len(self._prepared()[0])
             and not self.process_groups
             and not self.joining
-            and all(type(p) in (Tensor, nn.Parameter) for p in self.params)
+            and Kept.fits(self.params, self.items)
         )
 
     def take_gradients(self) -> bool:
         """Take the new gradients, if nothing else has changed."""
-        items = self.items
-        for i, p in enumerate(self.params):
-            x, _, buffers, state = items[i]
-            g = p.grad
-            if (
-                g is None
-                or g.dtype != x.dtype
-                or g.stride() != x.stride()
-                or p.data_ptr() != x.data_ptr()
-                or state["lead"] is not buffers[0]
-                or state["unit"] is not buffers[1]
-                or type(g) is not Tensor
-            ):
-                return False
-            items[i] = Item(x, g.detach() if g.requires_grad else g, buffers, state)
-        return not torch._C._len_torch_dispatch_stack()
+        items = None if self._tensors is None else self._tensors.renewed()
+        if items is None:
+            return False
+        self.items = items
+        _, native, _ = self._prepared()
+        if native is not None:
+            native.take([item.g for item in items])
+        return True
 
     def release_gradients(self) -> None:
         """Let the gradients go: they are as large as the model."""
-        self.items = [Item(x, None, buffers, state) for x, _, buffers, state in self.items]
+        if self._tensors is not None:  # else it goes itself
+            self.items = self._tensors.bare
 
     def take(self, member: Member, item: Item, sample: _Sample, *, joining: bool) -> None:
         """Add a tensor."""
@@ -560,10 +559,9 @@ class _Lot:
 
     def probe(self) -> Tensor | float:
         """0 if the gradients are finite, else nan."""
-        gs = [item.g for item in self.items if item.g is not None]
-        if self._plan is not None and self._plan[1] is not None and len(self._plan[0]) == len(gs):
-            return 0.0 if self._plan[1].finite(gs) else math.nan
-        return finite_or_nan(gs, self.device)
+        if self._plan is not None and self._plan[1] is not None:  # all of it goes the native way
+            return 0.0 if self._plan[1].finite() else math.nan
+        return finite_or_nan([item.g for item in self.items if item.g is not None], self.device)
 
     def descend(self, table: Numbers, out: Tensor) -> None:
         """One step of every tensor.
@@ -577,12 +575,11 @@ class _Lot:
         numbers = table if rows == table.shape[1] else np.ascontiguousarray(table[:, self.rows])
         taken, native, measured = self._prepared()
         if native is not None:
-            gs = [self.items[i].g for i in taken]
             if len(taken) == rows == out.shape[1] and out.device.type == "cpu":
-                native(gs, numbers, out.numpy())
+                native.step(numbers, out.numpy())
             else:
                 sums = np.zeros((2, len(taken)))
-                native(gs, np.ascontiguousarray(numbers[:, taken]), sums)
+                native.step(np.ascontiguousarray(numbers[:, taken]), sums)
                 out[:, self.rows[taken]] += torch.from_numpy(sums)
         rest = [i for i in range(rows) if i not in taken] if len(taken) < rows else []
         for chunks in _lists(self.items, rest, self.device) if rest else ():
@@ -600,6 +597,7 @@ class _Lot:
             if NATIVE is not None and taken:
                 strides = [self.samples[i].stride if i in measured else 0 for i in taken]
                 native = NativeUntuned(NATIVE, [self.items[i] for i in taken], strides)
+                native.take([self.items[i].g for i in taken])
             self._plan = taken, native, measured
         return self._plan
 

@@ -41,6 +41,7 @@ class BaseOptimizer(Optimizer, ABC):
     _shown: ClassVar[tuple[str, ...]]  # those that `diagnostics` reports
     _kept: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has beside its state
     _lent: ClassVar[Buffers] = {}  # buffers that are there for a while only
+    _views: states.Views  # of the run, from the first step on
     _renewing = False  # whether groups are added that were here before
     _absent: ClassVar[Mapping[str, str]] = {}  # arguments that others have, and why not here
 
@@ -147,6 +148,7 @@ class BaseOptimizer(Optimizer, ABC):
         if known is None or not (known.describes(self.param_groups) if look else known.holds()):
             self._known = known = Roster(self.param_groups, self.state, self._scope, self._buffers)
             self._place_run(self._run)
+            self._views = states.Views(self._numbers)
         return known
 
     def _place_run(self, run: State) -> None:

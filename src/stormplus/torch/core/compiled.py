@@ -8,14 +8,13 @@ schedule or another parameter group never compiles anything again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from stormplus.torch.core.kernels import Plain, flat_views, increment_version
+from stormplus.torch.core.kernels import Number, Plain, flat_views, increment_version, tensor_of
 from stormplus.torch.core.state import accumulator_dtype
 from stormplus.torch.core.tensors import Bundle
 
@@ -78,19 +77,21 @@ class Compiled:
     def __init__(self) -> None:
         self._plain = Plain()
 
-    def probe(self, bundle: Bundle, out: Tensor) -> None:
+    def probe(self, bundle: Bundle) -> Number:
         def large(g: Tensor | None) -> bool:
             return g is not None and g.numel() > SMALL and g.is_contiguous()
 
         watched = bool(torch._C._len_torch_dispatch_stack())
+        rest = [item for item in bundle.items if watched or not large(item.g)]
+        found = self._plain.probe(bundle.with_items(rest))
         for item in () if watched else bundle.items:
             if item.g is not None and large(item.g):
-                out[0] += _compiled(_probe)(item.g.view(-1).data)
-        rest = [item for item in bundle.items if watched or not large(item.g)]
-        self._plain.probe(replace(bundle, items=rest), out)
+                found = found + _compiled(_probe)(item.g.view(-1).data)
+        return found
 
-    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+    def move(self, bundle: Bundle, alpha: Number) -> None:
         flats, rest = _sort(bundle)
+        alpha = tensor_of(alpha)
         numbers = _numbers(bundle, alpha)
         for flat in flats:
             with flat as (x, d, g):
@@ -99,8 +100,9 @@ class Compiled:
         increment_version([item.x for item in bundle.items])
 
     def estimate(
-        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+        self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
+        keep = tensor_of(keep)
         if first:
             self._plain.estimate(bundle, keep, out, first=True, guard=guard)
             return
@@ -150,7 +152,7 @@ def _sort(bundle: Bundle) -> tuple[list[_Flat], Bundle]:
     if not bundle.has_grad or torch._C._len_torch_dispatch_stack():
         return [], bundle
     flats: list[_Flat] = []
-    rest = replace(bundle, items=[])
+    rest = bundle.with_items([])
     small = _Flat()
     limit = max(SMALL, max((item.x.numel() for item in bundle.items), default=0) // 4)
     for item in bundle.items:

@@ -22,9 +22,8 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -40,17 +39,25 @@ increment_version = version_increment()
 CHUNK = 1 << 19
 
 
+Number: TypeAlias = float | Tensor  # a tensor if it comes from a device, where to look is to wait
+
+
+def tensor_of(number: Number) -> Tensor:
+    """As precise as the run's numbers are."""
+    return number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+
+
 class Kernels(Protocol):
     """One way of running the passes. `out` takes sums: a kernel adds to it."""
 
-    def probe(self, bundle: Bundle, out: Tensor) -> None:
-        """Add something to `out[0]` that is finite if and only if the gradients are."""
+    def probe(self, bundle: Bundle) -> Number:
+        """Say 0 if the gradients are finite, nan if not."""
 
-    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+    def move(self, bundle: Bundle, alpha: Number) -> None:
         """Move by alpha d, and take g~ from d."""
 
     def estimate(
-        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+        self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
         """Add g to keep d; |g|^2 and |d|^2 are added to `out`.
 
@@ -235,7 +242,7 @@ def guarded(g: Tensor, g_sq: Tensor) -> Tensor:
     return finite_part(g)
 
 
-def undo_estimate(bundle: Bundle, keep: Tensor) -> None:
+def undo_estimate(bundle: Bundle, keep: Number) -> None:
     """Take a guarded estimate back, to one rounding of g + (1 - a) d.
 
     Where g is so large that d was lost beside it, d comes back as zero: the same sample's
@@ -244,7 +251,7 @@ def undo_estimate(bundle: Bundle, keep: Tensor) -> None:
     """
     for x, g_raw, d in chunks(bundle):
         g = gradient(bundle, x, g_raw)
-        d.copy_(finite_part((d if g is None else d - finite_part(g)) / keep))
+        d.copy_(finite_part((d if g is None else d - finite_part(g)) / tensor_of(keep)))
 
 
 # -- the passes ----------------------------------------------------------------------------------
@@ -253,16 +260,18 @@ def undo_estimate(bundle: Bundle, keep: Tensor) -> None:
 class Plain:
     """Chunk by chunk, so that the second operation finds its operands in the cache."""
 
-    def probe(self, bundle: Bundle, out: Tensor) -> None:
+    def probe(self, bundle: Bundle) -> Number:
+        found: Number = 0.0
         for item in bundle.items:
             if item.g is None or item.g.numel() == 0:
                 continue
             if bundle.device.type == "cpu" and math.isfinite(item.g.sum().item()):
                 continue
-            out[0] += (item.g * 0).sum()  # 0, or nan: unlike the sum itself it cannot overflow
+            found = found + (item.g * 0).sum()  # unlike the sum itself it cannot overflow
+        return found
 
-    def move(self, bundle: Bundle, alpha: Tensor) -> None:
-        decoupled, scratch = bundle.decoupled, Scratch()
+    def move(self, bundle: Bundle, alpha: Number) -> None:
+        decoupled, scratch, alpha = bundle.decoupled, Scratch(), tensor_of(alpha)
         for x, g_raw, d in chunks(bundle):
             g_tilde = gradient(bundle, x, g_raw, scratch)  # before x moves
             step = d
@@ -279,9 +288,9 @@ class Plain:
                 d.sub_(g_tilde)  # Alg. 1, line 6: the bracket
 
     def estimate(
-        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+        self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        squares, scratch = SquareNorms(bundle, out), Scratch()
+        squares, scratch, keep = SquareNorms(bundle, out), Scratch(), tensor_of(keep)
         for x, g_raw, d in chunks(bundle):
             g = gradient(bundle, x, g_raw, scratch)
             if g is None:
@@ -299,15 +308,14 @@ class Plain:
 class Foreach:
     """torch's multi-tensor operations, on lists of bounded size."""
 
-    def probe(self, bundle: Bundle, out: Tensor) -> None:
+    def probe(self, bundle: Bundle) -> Number:
         gs = [item.g for item in bundle.items if item.g is not None and item.g.numel() > 0]
-        if bundle.device.type == "cpu":
-            PLAIN.probe(bundle, out)
-        elif gs:  # nan is the largest of all
-            out[0] += (torch.stack(torch._foreach_norm(gs, math.inf)) * 0).sum()
+        if bundle.device.type == "cpu" or not gs:
+            return PLAIN.probe(bundle)
+        return (torch.stack(torch._foreach_norm(gs, math.inf)) * 0).sum()  # nan is the largest
 
-    def move(self, bundle: Bundle, alpha: Tensor) -> None:
-        decoupled = bundle.decoupled
+    def move(self, bundle: Bundle, alpha: Number) -> None:
+        decoupled, alpha = bundle.decoupled, tensor_of(alpha)
         for xs, gs_raw, ds in self._lists(bundle):
             g_tildes = self._gradients(bundle, xs, gs_raw)
             steps = torch._foreach_add(ds, xs, alpha=decoupled) if decoupled else ds
@@ -316,8 +324,9 @@ class Foreach:
                 torch._foreach_sub_(ds, g_tildes)  # Alg. 1, line 6: the bracket
 
     def estimate(
-        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+        self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
+        keep = tensor_of(keep)
         squares = SquareNorms(bundle, out) if bundle.device.type == "cpu" else None
         norms: tuple[list[Tensor], list[Tensor]] = ([], [])  # added up at the end: few launches
         for xs, gs_raw, ds in self._lists(bundle):
@@ -401,47 +410,42 @@ class Native:
         self._library = library
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
 
-    def probe(self, bundle: Bundle, out: Tensor) -> None:
+    def probe(self, bundle: Bundle) -> Number:
         taken, rest = _laid_out_alike(bundle)
-        pointers = _pointers([item.g for item in taken.items])
-        if self._call("probe", taken, pointers) != 0:
-            out[0] += torch.nan
-        PLAIN.probe(rest, out)
+        found = self._call("probe", taken, taken.gradients())
+        return math.nan if found else PLAIN.probe(rest) if rest.items else 0.0
 
-    def move(self, bundle: Bundle, alpha: Tensor) -> None:
+    def move(self, bundle: Bundle, alpha: Number) -> None:
         taken, rest = _laid_out_alike(bundle)
-        numbers = (alpha.item(), bundle.sign, bundle.l2, bundle.decoupled)
-        self._call("move", taken, *_streams(taken), *map(ctypes.c_double, numbers))
-        if taken.items:  # autograd has not seen it
-            increment_version([item.x for item in taken.items])
-        PLAIN.move(rest, alpha)
+        numbers = (float(alpha), bundle.sign, bundle.l2, bundle.decoupled)
+        self._call("move", taken, *taken.streams(), *map(ctypes.c_double, numbers))
+        if taken.xs:  # autograd has not seen it
+            increment_version(taken.xs)
+        if rest.items:
+            PLAIN.move(rest, alpha)
 
     def estimate(
-        self, bundle: Bundle, keep: Tensor, out: Tensor, *, first: bool, guard: bool
+        self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
         taken, rest = _laid_out_alike(bundle)
-        sums = (ctypes.c_double * 2)()
-        numbers = map(ctypes.c_double, (keep.item(), bundle.sign, bundle.l2))
-        self._call("estimate", taken, *_streams(taken), *numbers, int(first), int(guard), sums)
-        out += torch.tensor(list(sums), dtype=out.dtype)
-        PLAIN.estimate(rest, keep, out, first=first, guard=guard)
+        sums = np.zeros(2)
+        numbers = map(ctypes.c_double, (float(keep), bundle.sign, bundle.l2))
+        where = ctypes.c_void_p(sums.ctypes.data)
+        self._call("estimate", taken, *taken.streams(), *numbers, int(first), int(guard), where)
+        out += torch.from_numpy(sums)
+        if rest.items:
+            PLAIN.estimate(rest, keep, out, first=first, guard=guard)
 
     def finite(self, tensors: list[Tensor]) -> bool:
         """Whether all numbers are; the tensors are dense and of one dtype."""
-        return self._run("probe", tensors, _pointers(tensors)) == 0
+        return self._call("probe", _Streams(tensors), _pointers(tensors)) == 0
 
-    def _call(self, name: str, bundle: Bundle, *arguments: Any) -> int:
-        return self._run(name, [item.x for item in bundle.items], *arguments)
-
-    def _run(self, name: str, tensors: Sequence[Tensor | None], *arguments: Any) -> int:
+    def _call(self, name: str, taken: _Streams, *arguments: Any) -> int:
         """Call a function of the library, by the dtype of the tensors, with their sizes."""
-        if not tensors:
+        if not taken.xs:
             return 0
-        assert tensors[0] is not None
-        function = self.function(name, tensors[0].dtype)
-        sizes = (ctypes.c_int64 * len(tensors))(*[t.numel() for t in tensors if t is not None])
-        threads = torch.get_num_threads()
-        return _checked(function(ctypes.c_int64(len(tensors)), sizes, *arguments, threads))
+        function = self.function(name, taken.xs[0].dtype)
+        return _checked(function(*taken.head, *arguments, torch.get_num_threads()))
 
     def function(self, name: str, dtype: torch.dtype) -> Any:
         """One of the library, for parameters of a dtype."""
@@ -482,28 +486,26 @@ class NativeUntuned:
             (ctypes.c_int64 * len(items))(*strides),
         )
         self._x = _pointers(self._xs)
+        self._g: Any = None
 
-    def finite(self, gs: Sequence[Tensor | None]) -> bool:
+    def take(self, gs: Sequence[Tensor | None]) -> None:
+        """Be told where the gradients of this step are."""
+        self._g = _pointers(gs)
+
+    def finite(self) -> bool:
         """Whether the gradients are."""
-        pointers = _pointers(gs)
-        return _checked(self._probe(*self._head, pointers, torch.get_num_threads())) == 0
+        return _checked(self._probe(*self._head, self._g, torch.get_num_threads())) == 0
 
-    def __call__(
-        self,
-        gs: Sequence[Tensor | None],
-        numbers: npt.NDArray[np.float64],
-        out: npt.NDArray[np.float64],
-    ) -> None:
-        """Take a step.
+    def step(self, numbers: npt.NDArray[np.float64], out: npt.NDArray[np.float64]) -> None:
+        """Take a step, with the gradients that `take` was told of.
 
         Args:
-            gs: The gradients.
             numbers: The coefficients, a column for each tensor.
             out: Two sums for each tensor, which are added to.
         """
         tables = ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data)
         threads = torch.get_num_threads()
-        _checked(self._step(*self._head, self._x, _pointers(gs), *self._tail, *tables, threads))
+        _checked(self._step(*self._head, self._x, self._g, *self._tail, *tables, threads))
         increment_version(self._xs)  # autograd has not seen it
 
 
@@ -531,10 +533,31 @@ def suits_untuned(item: Item) -> bool:
     )
 
 
-def _streams(bundle: Bundle) -> tuple[Any, Any, Any]:
-    items = bundle.items
-    d = [item.buffers[0] for item in items]
-    return _pointers([item.x for item in items]), _pointers(d), _pointers([i.g for i in items])
+class _Streams:
+    """Where tensors lie in memory, as the library wants to be told.
+
+    Args:
+        xs: The parameters.
+        items: The same with their buffers and gradients.
+    """
+
+    def __init__(self, xs: list[Tensor], items: Sequence[Item] = ()) -> None:
+        self.xs, self.items = xs, items
+        self.head = ctypes.c_int64(len(xs)), (ctypes.c_int64 * len(xs))(*[x.numel() for x in xs])
+        self._xd = (_pointers(xs), _pointers([item.buffers[0] for item in items])) if items else ()
+
+    def again(self, items: Sequence[Item]) -> _Streams:
+        """The same tensors, with other gradients."""
+        same = object.__new__(_Streams)
+        same.xs, same.items, same.head, same._xd = self.xs, items, self.head, self._xd
+        return same
+
+    def gradients(self) -> Any:
+        return _pointers([item.g for item in self.items])
+
+    def streams(self) -> tuple[Any, ...]:
+        """X, d and g."""
+        return (*self._xd, self.gradients())
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> Any:
@@ -542,13 +565,16 @@ def _pointers(tensors: Sequence[Tensor | None]) -> Any:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def _laid_out_alike(bundle: Bundle) -> tuple[Bundle, Bundle]:
+def _laid_out_alike(bundle: Bundle) -> tuple[_Streams, Bundle]:
     """What is laid out alike, and the rest."""
+    if known := bundle.lists.get("native"):
+        return known[0].again(bundle.items), known[1]
     taken = [item for item in bundle.items if _alike(item)]
-    if len(taken) == len(bundle.items):
-        return bundle, replace(bundle, items=[])
-    rest = [item for item in bundle.items if not _alike(item)]
-    return replace(bundle, items=taken), replace(bundle, items=rest)
+    rest = bundle.with_items([item for item in bundle.items if not _alike(item)])
+    streams = _Streams([item.x for item in taken], taken)
+    if not rest.items:
+        bundle.lists["native"] = streams.again(()), rest  # which holds no gradient
+    return streams, rest
 
 
 def _alike(item: Item) -> bool:

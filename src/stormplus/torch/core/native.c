@@ -81,12 +81,22 @@ static inline f16 store_f16(float value) {
 #define INLINE static inline __attribute__((always_inline))
 
 #define PASSES(NAME, X, D, LOAD, STORE, U, EXPONENT)                                               \
-    /* Infinities and nans are the numbers whose exponent has every bit set. */                    \
+    /* Without its sign, a number is not finite if its bits are those of infinity or above. Four      \
+       places are read at a time: a processor fetches several streams faster than one. */          \
     CLONES static int probe_##NAME(const U *g, int64_t n) {                                        \
-        U bad = 0;                                                                                 \
-        _Pragma("omp simd reduction(| : bad)") for (int64_t i = 0; i < n; i++)                     \
-            bad |= (U)((g[i] & EXPONENT) == EXPONENT);                                             \
-        return bad != 0;                                                                           \
+        const U magnitude = (U)~((U)1 << (8 * sizeof(U) - 1));                                     \
+        U a = 0, b = 0, c = 0, d = 0;                                                              \
+        int64_t q = n / 4;                                                                         \
+        _Pragma("omp simd reduction(max : a, b, c, d)") for (int64_t i = 0; i < q; i++) {          \
+            U v = g[i] & magnitude, w = g[i + q] & magnitude;                                      \
+            U y = g[i + 2 * q] & magnitude, z = g[i + 3 * q] & magnitude;                          \
+            a = v > a ? v : a, b = w > b ? w : b, c = y > c ? y : c, d = z > d ? z : d;            \
+        }                                                                                          \
+        for (int64_t i = 4 * q; i < n; i++) {                                                      \
+            U v = g[i] & magnitude;                                                                \
+            a = v > a ? v : a;                                                                     \
+        }                                                                                          \
+        return a >= EXPONENT || b >= EXPONENT || c >= EXPONENT || d >= EXPONENT;                   \
     }                                                                                              \
                                                                                                    \
     INLINE void move_loop_##NAME(X *restrict x, D *restrict d, const X *restrict g, int64_t n,     \
@@ -169,16 +179,28 @@ static int64_t tensor_of(int64_t chunk, int64_t count, const int64_t *first) {
     return low;
 }
 
-/* Runs DO for every chunk; a tensor's chunk is elements [start, start + n) of tensor i. */
-#define FOR_CHUNKS(GIVE_UP, DO)                                                                    \
+/* As many threads as have something to do: to wake one costs as much as some 2^16 elements, and far
+   more if its core is busy. */
+static int threads_for(int64_t count, const int64_t *sizes, int threads) {
+    int64_t work = 0;
+    for (int64_t i = 0; i < count; i++) work += sizes[i];
+    int64_t useful = work / (2 * CHUNK);
+    return useful < 1 ? 1 : useful < threads ? (int)useful : threads;
+}
+
+/* Runs DO for every chunk; a tensor's chunk is elements [start, start + n) of tensor i. BACKWARDS: from
+   the last one on, which the pass before has left in the cache. */
+#define FOR_CHUNKS(BACKWARDS, GIVE_UP, DO)                                                                    \
     int64_t *first = first_chunks(count, sizes);                                                   \
     if (first == NULL) {                                                                           \
         GIVE_UP;                                                                                   \
         return -1;                                                                                 \
     }                                                                                              \
     int64_t chunks = first[count];                                                                 \
-    _Pragma("omp parallel for schedule(static) num_threads(threads) if (chunks > threads)")        \
-    for (int64_t chunk = 0; chunk < chunks; chunk++) {                                             \
+    int used = threads_for(count, sizes, threads);                                                 \
+    _Pragma("omp parallel for schedule(static) num_threads(used) if (used > 1)")                   \
+    for (int64_t turn = 0; turn < chunks; turn++) {                                                \
+        int64_t chunk = BACKWARDS ? chunks - 1 - turn : turn;                                      \
         int64_t i = tensor_of(chunk, count, first), start = (chunk - first[i]) * CHUNK;            \
         int64_t n = sizes[i] - start < CHUNK ? sizes[i] - start : CHUNK;                           \
         DO                                                                                         \
@@ -191,7 +213,7 @@ static int64_t tensor_of(int64_t chunk, int64_t count, const int64_t *first) {
     /* 1 if a gradient is not finite, 0 if all are; -1 without memory */                           \
     int stormplus_probe_##NAME(int64_t count, const int64_t *sizes, void **g, int threads) {       \
         int found = 0;                                                                             \
-        FOR_CHUNKS((void)0, {                                                                      \
+        FOR_CHUNKS(0, (void)0, {                                                                   \
             if (g[i] != NULL && probe_##NAME(AT(const U, g), n)) {                                 \
                 _Pragma("omp atomic write") found = 1;                                             \
             }                                                                                      \
@@ -202,7 +224,7 @@ static int64_t tensor_of(int64_t chunk, int64_t count, const int64_t *first) {
     int stormplus_move_##NAME(int64_t count, const int64_t *sizes, void **x, void **d, void **g,   \
                               double alpha, double sign, double l2, double decoupled,              \
                               int threads) {                                                       \
-        FOR_CHUNKS((void)0, {                                                                      \
+        FOR_CHUNKS(1, (void)0, {                                                                   \
             move_##NAME(AT(X, x), AT(D, d), AT(const X, g), n, (D)alpha, (D)sign, (D)l2,           \
                         (D)decoupled);                                                             \
         })                                                                                         \
@@ -216,7 +238,7 @@ static int64_t tensor_of(int64_t chunk, int64_t count, const int64_t *first) {
         for (int64_t i = 0; i < count; i++) total += (sizes[i] + CHUNK - 1) / CHUNK;               \
         double *parts = calloc((size_t)(2 * total + 1), sizeof *parts);                            \
         if (parts == NULL) return -1;                                                              \
-        FOR_CHUNKS(free(parts), {                                                                  \
+        FOR_CHUNKS(0, free(parts), {                                                               \
             estimate_##NAME(AT(const X, x), AT(D, d), AT(const X, g), n, (D)keep, (D)sign, (D)l2,  \
                             is_first, guard, parts + 2 * chunk);                                   \
         })                                                                                         \
@@ -334,18 +356,25 @@ INLINE double unit_double(double g, double old, double keep, double w, double *u
     }                                                                                              \
                                                                                                    \
     /* |z - z_1|^2 over every stride-th element, while the chunk is in the cache. */               \
-    static double untuned_moved_##NAME(const X *x, const S *lead, const W *master,                 \
-                                       const W *origin, int64_t n, int64_t start,                  \
-                                       int64_t stride) {                                           \
+    INLINE double moved_loop_##NAME(const X *x, const S *lead, const W *master,                    \
+                                    const W *origin, int64_t n, int64_t start, int64_t stride) {   \
         double moved = 0;                                                                          \
-        if (stride == 0) return 0;                                                                 \
-        for (int64_t k = (start + stride - 1) / stride; k * stride < start + n; k++) {             \
+        int64_t first = (start + stride - 1) / stride, end = (start + n + stride - 1) / stride;    \
+        _Pragma("omp simd reduction(+ : moved)") for (int64_t k = first; k < end; k++) {           \
             int64_t i = k * stride - start;                                                        \
             W y = MASTERED ? master[i] : LOAD(x[i]);                                               \
-            double away = (double)(y + (W)B * LOAD_S(lead[i])) - (double)origin[k];                \
+            double away = (double)(y + (W)B * LOAD_S(lead[i]) - origin[k]);                        \
             moved += away * away;                                                                  \
         }                                                                                          \
         return moved;                                                                              \
+    }                                                                                              \
+                                                                                                   \
+    CLONES static double untuned_moved_##NAME(const X *x, const S *lead, const W *master,          \
+                                              const W *origin, int64_t n, int64_t start,           \
+                                              int64_t stride) {                                    \
+        if (stride == 0) return 0;                                                                 \
+        return stride == 1 ? moved_loop_##NAME(x, lead, master, origin, n, start, 1)               \
+                           : moved_loop_##NAME(x, lead, master, origin, n, start, stride);         \
     }
 
 UNTUNED(f32, float, float, float, LOAD_SAME, STORE_SAME, LOAD_SAME, STORE_STATE, Y_SAME, 0)
@@ -372,7 +401,7 @@ UNTUNED(bf16_f16, f16, float, bf16, load_f16, store_f16, load_bf16, store_at_ran
             free(owner);                                                                           \
             return -1;                                                                             \
         }                                                                                          \
-        FOR_CHUNKS(free(parts); free(owner), {                                                     \
+        FOR_CHUNKS(1, free(parts); free(owner), {                                                   \
             Step step = step_of(numbers, count, i);                                                \
             W *wide = AT(W, master);                                                               \
             owner[chunk] = i;                                                                      \

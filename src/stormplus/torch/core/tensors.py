@@ -9,6 +9,7 @@ from itertools import chain
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
@@ -20,9 +21,13 @@ from stormplus.torch.core.sharding import (
     norm_groups,
     sum_over_processes,
 )
-from stormplus.torch.core.state import FROZEN, JOINED, Buffers, State
+from stormplus.torch.core.state import FROZEN, JOINED, Buffers, Numbers, State
 
-_requires_grad = attrgetter("requires_grad")
+_requires_grad, _grad, _layout, _dtype = map(
+    attrgetter, ("requires_grad", "grad", "layout", "dtype")
+)
+_kind = attrgetter("device", "dtype", "shape")
+_data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _PLAIN = (Tensor, nn.Parameter)  # neither sharded nor of another kind
 
 
@@ -46,10 +51,30 @@ class Bundle:
     has_grad: bool
     device: torch.device
     dtype: torch.dtype  # of the first buffer
-    sign: float  # -1 to maximize
-    l2: float  # weight decay as a part of the objective
-    decoupled: float  # weight decay beside it
     items: list[Item]
+    lists: dict[str, Any]  # what a kernel remembers of the tensors as long as they stay in place
+
+    def with_items(self, items: list[Item]) -> Bundle:
+        """The same with other tensors, or with new gradients of these."""
+        return Bundle(
+            *(self.group, self.bucket, self.process_groups, self.joining, self.has_grad),
+            *(self.device, self.dtype, items, self.lists),
+        )
+
+    @property
+    def sign(self) -> float:
+        """-1 to maximize."""
+        return -1.0 if self.group["maximize"] else 1.0
+
+    @property
+    def l2(self) -> float:
+        """Weight decay as a part of the objective."""
+        return 0.0 if self.group["decoupled_weight_decay"] else float(self.group["weight_decay"])
+
+    @property
+    def decoupled(self) -> float:
+        """Weight decay beside it."""
+        return float(self.group["weight_decay"]) if self.group["decoupled_weight_decay"] else 0.0
 
 
 class Member(NamedTuple):
@@ -62,15 +87,66 @@ class Member(NamedTuple):
     process_groups: Groups
 
 
-def _kind(member: Member) -> tuple[torch.device, torch.dtype, torch.Size]:
-    return member.p.device, member.p.dtype, member.p.shape
-
-
 def _local(t: Tensor) -> Tensor:
     """As `sharding.local`; most tensors are whole and real."""
     if type(t) in _PLAIN and not t.is_complex():
         return t.detach() if t.requires_grad else t
     return local(t)
+
+
+class Kept:
+    """Tensors that are as they were in the step before, but for their gradients.
+
+    To look whether they are costs less than to sort them anew. Gradients are not held: they are as
+    large as the model.
+
+    Args:
+        params: The parameters.
+        items: As a pass has seen them.
+        names: Of their buffers.
+
+    Attributes:
+        bare: The items without gradients.
+    """
+
+    def __init__(self, params: list[Tensor], items: list[Item], names: Iterable[str]) -> None:
+        names = tuple(names)
+        self._params = params
+        self.bare = [item._replace(g=None) for item in items]
+        self._xs, _, self._buffers, self._states = zip(*items)
+        held = [(s, n, b) for s, bs in zip(self._states, self._buffers) for n, b in zip(names, bs)]
+        self._held = tuple(zip(*held))
+        self._dtypes = [x.dtype for x in self._xs]
+        self._strides = [x.stride() for x in self._xs]
+        self._tensors = [*params, *self._held[2]]
+        self._places = list(map(_data_ptr, self._tensors))
+
+    @staticmethod
+    def fits(params: list[Tensor], items: list[Item]) -> bool:
+        """Whether they can be kept: all have a gradient, and a place that can be asked for."""
+        return all(type(p) in _PLAIN and p.device.type in ("cpu", "cuda") for p in params) and all(
+            item.g is not None for item in items
+        )
+
+    def renewed(self) -> list[Item] | None:
+        """The items with the gradients of now; None if anything else has changed."""
+        gs = list(map(_grad, self._params))
+        states, names, buffers = self._held
+        # No loop of Python's own: this is done in every pass, for every tensor.
+        if (
+            {*map(type, gs)} != {Tensor}
+            or {*map(_layout, gs)} != {torch.strided}
+            or list(map(_dtype, gs)) != self._dtypes
+            or list(map(Tensor.stride, gs)) != self._strides
+            or not all(map(is_, map(dict.get, states, names), buffers))
+            # The same tensor may lie elsewhere: after `share_memory_()`, say.
+            or list(map(_data_ptr, self._tensors)) != self._places
+            or torch._C._len_torch_dispatch_stack()  # somebody looks on
+        ):
+            return None
+        if any(map(_requires_grad, gs)):
+            gs = [g.detach() for g in gs]
+        return list(map(Item, self._xs, gs, self._buffers, self._states))
 
 
 class Roster:
@@ -79,6 +155,7 @@ class Roster:
     Attributes:
         members: The parameters, and where they belong.
         params: The parameters alone.
+        buffers: What each has in its state, by name.
         devices: Where all parameters are, trainable or not.
         sizes: The number of trainable elements in each bucket.
         process_groups: All that norms are summed over, in the same order on every rank.
@@ -94,7 +171,7 @@ class Roster:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
         self._frozen = [p for p in everyone if not p.requires_grad]
-        self._states, self._buffers = states, buffers
+        self._states, self.buffers = states, buffers
         self.members: list[Member] = []
         self.params = [p for p in everyone if p.requires_grad]
         self.devices = list(dict.fromkeys(p.device for p in everyone))
@@ -117,7 +194,8 @@ class Roster:
             for name, buffer in buffers.items():
                 buffer.place(p, state, name)
             self.members.append(Member(p, groups[i], i, bucket, shards))
-        self._where = list(map(_kind, self.members))
+        self._where = self._kinds()
+        self._kept: list[tuple[Bundle, Kept]] = []
 
     def describes(self, groups: list[dict[str, Any]]) -> bool:
         """Whether these are the same parameters, as they were, and the same of them trainable."""
@@ -135,15 +213,18 @@ class Roster:
 
     def holds(self) -> bool:
         """Whether the trainable parameters are so still, and as they were."""
-        return (
-            all(map(_requires_grad, self.params)) and list(map(_kind, self.members)) == self._where
-        )
+        return all(map(_requires_grad, self.params)) and self._kinds() == self._where
 
-    def sizes_like(self, numbers: Tensor) -> Tensor:
+    def _kinds(self) -> tuple[list[Any], list[Any]]:
+        return list(map(_kind, self.params)), list(map(Tensor.stride, self.params))
+
+    def sizes_like(self, numbers: Tensor | Numbers) -> Tensor | Numbers:
         """The sizes as a vector like the run's; a bucket whose parameters are gone has size 1."""
         sizes = [max(size, 1) for size in self.sizes]
         sizes += [1] * (len(numbers) - len(sizes))
-        return torch.tensor(sizes).to(numbers, non_blocking=True)
+        if isinstance(numbers, Tensor):
+            return torch.tensor(sizes).to(numbers, non_blocking=True)
+        return np.array(sizes, dtype=np.float64)
 
     def present(self) -> Iterator[tuple[Member, Tensor | None, bool]]:
         """Who takes part: a parameter, its gradient, and whether it is the first one.
@@ -170,12 +251,15 @@ class Roster:
     def item(self, member: Member, g: Tensor | None) -> Item:
         """A parameter as a pass sees it."""
         state = self._states[member.p]
-        buffers = tuple([_local(state[name]) for name in self._buffers if name in state])
+        buffers = tuple([_local(state[name]) for name in self.buffers if name in state])
         return Item(_local(member.p), g, buffers, state)
 
     def bundles(self) -> list[Bundle]:
         """Sort the parameters by what they share."""
+        if self._kept and (again := self._same_bundles()):
+            return again
         found: dict[Any, Bundle] = {}
+        params: dict[Any, list[Tensor]] = {}
         for member, g, joining in self.present():
             # Beyond the paper: who has no gradient yet waits, and takes d = g at the first one;
             # from then on a missing gradient is a zero gradient.
@@ -185,23 +269,42 @@ class Roster:
                 *(item.x.device, item.x.dtype),
             )
             if key not in found:
-                group = member.group
-                decay, decoupled = float(group["weight_decay"]), group["decoupled_weight_decay"]
                 found[key] = Bundle(
-                    group=group,
+                    group=member.group,
                     bucket=member.bucket,
                     process_groups=member.process_groups,
                     joining=joining,
                     has_grad=g is not None,
                     device=item.x.device,
                     dtype=item.buffers[0].dtype,
-                    sign=-1.0 if group["maximize"] else 1.0,
-                    l2=0.0 if decoupled else decay,
-                    decoupled=decay if decoupled else 0.0,
                     items=[],
+                    lists={},
                 )
+                params[key] = []
             found[key].items.append(item)
-        return list(found.values())
+            params[key].append(member.p)
+        bundles = list(found.values())
+        self._kept = []
+        if sum(map(len, params.values())) == len(self.members) and not any(
+            bundle.joining or not Kept.fits(params[key], bundle.items)
+            for key, bundle in found.items()
+        ):
+            names = tuple(self.buffers)
+            self._kept = [
+                (bundle.with_items([]), Kept(params[key], bundle.items, names))
+                for key, bundle in found.items()
+            ]
+        return bundles
+
+    def _same_bundles(self) -> list[Bundle] | None:
+        """Those of the last pass with new gradients, if nothing else has changed."""
+        found = []
+        for bundle, kept in self._kept:
+            items = kept.renewed()
+            if items is None:
+                return None
+            found.append(bundle.with_items(items))
+        return found
 
 
 class Totals:
