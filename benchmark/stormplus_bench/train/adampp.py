@@ -16,14 +16,16 @@ import torch
 class AdamPlusPlus(torch.optim.Optimizer):
     """Algorithm 2 of the paper, its second case, over all d weights together.
 
-        eta_t = max(eta_{t-1}, |x_t - x_0| / sqrt(d))               eta_0 = 1e-6 (1 + |x_0|^2)
+        eta_t = max(eta_{t-1}, |x_t - x_0| / sqrt(d))               eta_0 = 1e-6 (1 + |x_0|)
         m_t   = b1 m_{t-1} + (1 - b1) g_t
         v_t   = b2 v_{t-1} + (1 - b2) g_t^2
         s_t   = sqrt((t + 1) max(v_0, ..., v_t))
         x_{t+1} = x_t - lr eta_t m_t / (delta + s_t)
 
     b1 is constant (the paper's lambda is 1), and lr is 1; a scheduler may lower it. The paper
-    asks for a small eta_0 only; this one is what DoG's authors suggest for theirs.
+    asks for a small eta_0 only; this one is DoG's. m and v are divided by 1 - b^(t+1), as Adam
+    does, which the algorithm as printed does not: without it v is a thousandth of g^2 in the first
+    step, and on autoencoder-mnist eta grew from 1e-6 to 13 in fifty steps, for good.
 
     Args:
         params: As of any torch optimizer.
@@ -52,7 +54,7 @@ class AdamPlusPlus(torch.optim.Optimizer):
             for x in xs:
                 zeros = {name: torch.zeros_like(x) for name in ("m", "v", "largest")}
                 self.state[x] = zeros | {"origin": x.detach().clone()}
-            eta = 1e-6 * (1 + sum(float(x.square().sum()) for x in xs))
+            eta = 1e-6 * (1 + math.sqrt(sum(float(x.square().sum()) for x in xs)))
         square = sum(float((x - self.state[x]["origin"]).square().sum()) for x in xs)
         eta = max(eta, math.sqrt(square / sum(x.numel() for x in xs)))
         for group in self.param_groups:
@@ -63,8 +65,8 @@ class AdamPlusPlus(torch.optim.Optimizer):
                 m, v, largest = (self.state[x][name] for name in ("m", "v", "largest"))
                 m.lerp_(x.grad, 1 - b1)
                 v.mul_(b2).addcmul_(x.grad, x.grad, value=1 - b2)
-                torch.maximum(largest, v, out=largest)
+                torch.maximum(largest, v / (1 - b2 ** (t + 1)), out=largest)
                 s = largest.mul(t + 1).sqrt_().add_(group["delta"])
-                x.addcdiv_(m, s, value=-group["lr"] * eta)
+                x.addcdiv_(m, s, value=-group["lr"] * eta / (1 - b1 ** (t + 1)))
             group["t"], group["eta"] = t + 1, eta
         return loss
