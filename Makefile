@@ -8,7 +8,7 @@ READY_LONG := $(VENV)/.ready-long
 READY_DOCS := $(VENV)/.ready-docs
 ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 
-.PHONY: demo test test-long test-all test-versions release-check lint format docs report untuned paper course paper-page bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all test-versions release-check lint format docs report untuned long paper course paper-page bench-step bench-jax rates clean help
 
 help:  ## what there is
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -78,6 +78,9 @@ report: $(READY)  ## the benchmark's page, README's table and the site's results
 
 untuned: $(READY)  ## the study's tables and figure, from the committed rows
 	$(BIN)/python benchmark/scripts/untuned.py
+
+long: $(READY)  ## the tables of the long runs, from the committed rows
+	$(BIN)/python benchmark/scripts/long.py
 
 paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
 	$(BIN)/stormplus paper --scale cpu --jobs 2

@@ -9,6 +9,7 @@ import numpy as np
 import pandas as pd
 
 from stormplus_bench import figures, finals, markdown, profiles, rows
+from stormplus_bench.plan import read_suite
 
 OPEN = [
     "logistic-digits",
@@ -22,6 +23,8 @@ OPEN = [
 ]
 HELD_OUT = ["cnn-mnist", "bncnn-cifar10"]
 TEN = OPEN + HELD_OUT
+NETWORKS = ["autoencoder-mnist", "cnn-mnist", "bncnn-cifar10", "resnet-cifar10", "gpt-shakespeare"]
+OPTIONS = read_suite("untuned-options")["solver"][0]["untuned-options"]["option"]
 OURS = "Untuned"
 PEERS = ["Prodigy", "DoG", "D-Adaptation", "Mechanic", "Schedule-Free"]
 SHOWN = [OURS, *PEERS, "Adam", "STORM+", "simplified STORM+", "STORM+ mean"]
@@ -53,6 +56,9 @@ def main() -> None:
         "study": cells(study, excess),
         "diverged": diverged(frame),
     }
+    chosen = FOLDER / "results" / "options.jsonl.gz"
+    if chosen.exists():
+        sections["options"] = options(pd.concat([frame, rows.load(chosen)]))
     page = FOLDER / "untuned.md"
     content = page.read_text(encoding="utf-8")
     for name, text in sections.items():
@@ -95,6 +101,14 @@ def cells(grid: pd.DataFrame, excess: pd.DataFrame, scores: pd.Series | None = N
     if scores is not None:
         table.insert(1, "profile score", [f"{scores[m]:.2f}" for m in grid.index])
     return markdown.table(table, "method")
+
+
+def options(frame: pd.DataFrame) -> str:
+    """Final training losses with an option, and without one in the first line."""
+    ends = finals.at(frame, best_lr=False).pivot(index="method", columns="workload", values="loss")
+    names = [OURS, *OPTIONS]
+    ends = ends.rename(index=lambda name: name.removeprefix(VARIANT)).loc[names, NETWORKS]
+    return markdown.table(ends.map(lambda v: "" if np.isnan(v) else f"{v:.3g}"), "with")
 
 
 def diverged(frame: pd.DataFrame) -> str:

@@ -14,6 +14,7 @@ from stormplus_bench.train import catalogue, long
 from stormplus_bench.train.training import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+ROOT = Path(__file__).parents[2]
 HELD_OUT = {"vit-cifar10", "lora-cifar10"}
 
 
@@ -132,11 +133,34 @@ def test_crops_and_flips_move_and_mirror_and_nothing_more():
     assert len(seen) == 18  # nine rows, mirrored or not
 
 
-def test_the_table_has_each_method_at_its_best_rate_the_lowest_first():
-    path = Path(__file__).parents[2] / "benchmark" / "scripts" / "long.py"
+@pytest.fixture
+def script():
+    path = ROOT / "benchmark" / "scripts" / "long.py"
     spec = importlib.util.spec_from_file_location("long_table", path)
-    script = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(script)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_is_lost_is_a_part_of_the_possible_decrease(script):
+    workload = "finetune-cifar10"
+    frame = frame_of(
+        [
+            make_row([5, 1], workload=workload, method="Adam", lr=0.1, seed=0),
+            make_row([5, 3], workload=workload, method="Adam", lr=1.0, seed=0),
+            make_row([5, 2], workload=workload, method="Untuned", lr=1.0, seed=0),
+            make_row([5, 4], workload=workload, method="Untuned", lr=1.0, seed=1),
+        ]
+    )
+    found = script.lost(frame)  # Untuned ends at 3 on average, of 5 -> 1
+    assert found[workload].to_dict() == {"Adam": "0.0", "Untuned": "50.0"}
+    text = script.report(frame)
+    assert "Not run yet: " in text
+    assert "vit-cifar10" in text.split("Not run yet: ")[1].splitlines()[0]
+    assert f"#### {workload}\n" in text
+
+
+def test_the_table_has_each_method_at_its_best_rate_the_lowest_first(script):
     frame = frame_of(
         [
             make_row([4, 3], method="A", lr=0.1, seed=0),
@@ -149,3 +173,14 @@ def test_the_table_has_each_method_at_its_best_rate_the_lowest_first():
     assert list(table.index) == ["B", "A"]
     assert list(table["lr"]) == ["1", "1"]
     assert list(table["training loss"]) == ["1", "1.5"]
+
+
+@pytest.mark.long
+def test_the_page_says_what_the_rows_say(script, tmp_path, monkeypatch):
+    """The committed tables are those that `make long` writes."""
+    page = (ROOT / "docs" / "benchmark.md").read_text()
+    (tmp_path / "results").symlink_to(ROOT / "docs" / "results")
+    (tmp_path / "benchmark.md").write_text(page)
+    monkeypatch.setattr(script, "FOLDER", tmp_path)
+    script.main([])
+    assert (tmp_path / "benchmark.md").read_text() == page

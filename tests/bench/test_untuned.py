@@ -8,10 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus import Untuned, rules
 from stormplus.rules import StormPlusRule, Sums
 from stormplus_bench import rows
+from stormplus_bench.plan import FOLDER, read_suite
 from stormplus_bench.train.catalogue import digits
 from stormplus_bench.train.steppers import AtAverage
 from stormplus_bench.train.training import Training
@@ -90,6 +92,26 @@ def test_every_variant_takes_other_steps():
         average = flat(run.stepper.result(run))
         run.stepper.resume()
         assert not torch.equal(average, flat(run.model)), name
+
+
+def test_every_option_does_what_its_name_says():
+    found = Benchmark(FOLDER, no_cache=True)
+    solvers = found.check_solver_patterns(read_suite("untuned-options")["solver"])
+    options = {s.option: s for s, _ in _list_parametrized_classes(*solvers)}
+    runs = {name: train(lambda t, s=s: s.stepper(t, 1.0), 40) for name, s in options.items()}
+    plain = flat(train(shipped, 40).model)
+    assert {name for name, run in runs.items() if torch.equal(flat(run.model), plain)} == {
+        "not recalibrated"  # which is about what is measured
+    }
+    state = runs["bfloat16 state"].stepper.optimizer.state
+    assert {entry["unit"].dtype for entry in state.values()} == {torch.bfloat16}
+    budget = digits("mlp").budget
+    rates = {name: run.stepper.optimizer.param_groups[0]["lr"] for name, run in runs.items()}
+    assert rates["linear to zero"] == pytest.approx(1 - 40 / budget)
+    assert rates["cosine to zero"] == pytest.approx((1 + math.cos(math.pi * 40 / budget)) / 2)
+    assert rates["warm-up of a tenth"] == pytest.approx(400 / budget + 1e-3)
+    assert rates["clipped gradients"] == 1
+    assert options["not recalibrated"].applies(digits("mlp"))[0]  # it has no BatchNorm
 
 
 def test_four_buffers_takes_the_steps_that_its_table_says():
