@@ -44,7 +44,7 @@ SOLVER = """A solver's file has these variables:
     rates = [0.01, 0.1]           learning rates; the first is its default
     def make(parameters, lr):     a torch.optim.Optimizer"""
 WORKLOAD = """A workload's file has these variables:
-    def model():                  a torch.nn.Module; the seed is set before it is called
+    def model():                  a torch.nn.Module; the seed is set before
     def loss(model, batch):       a loss to differentiate
     data                          (inputs, targets), or a torch Dataset
     budget = 1000                 gradient evaluations of a run

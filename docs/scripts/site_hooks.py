@@ -44,6 +44,7 @@ MAP = re.compile(
 )
 CELL = re.compile(r"<td>(.*?)</td>")
 REPORT_LINK = "<!-- the report -->"  # in the repository there is no such file
+README_TABLE = "<!-- README's table -->"
 COMMANDS = "<!-- the help of every command -->"
 
 
@@ -102,6 +103,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = LINK.sub(turn_round, FENCED.sub(put_aside, markdown))
     markdown = re.sub(r"\0(\d+)\0", lambda match: code[int(match[1])], markdown)
     markdown = markdown.replace(REPORT_LINK, " [which is here](report/index.html),")
+    if README_TABLE in markdown:
+        readme = (ROOT / "README.md").read_text()
+        table = readme.split("<!-- table:begin -->")[1].split("<!-- table:end -->")[0]
+        markdown = markdown.replace(README_TABLE, table)
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
 
