@@ -198,6 +198,11 @@ def test_formulas_break_between_them_and_keep_their_stops(hooks):
     assert set_(r'<div class="arithmatex">\[a = 1 \qquad b = 2\]</div>').count("<math") == 2
 
 
+def test_a_figure_opens_at_its_full_size(site):
+    page = next(path for path in site if path.name == "theory.html")
+    assert {"figures/rates.png", "figures/rivals.png"} <= set(site[page].links)
+
+
 def test_maps_have_colours(site, hooks):
     def ink(cells):
         row = "".join(f"<td>{cell}</td>" for cell in cells)
@@ -219,6 +224,15 @@ def test_maps_have_colours(site, hooks):
     for page in ("benchmark.html", "untuned.html"):
         path = next(path for path in site if path.name == page)
         assert path.read_text().count('<td style="background') > 20
+
+
+def test_the_first_page_has_readmes_table(site):
+    start = next(
+        path for path in site if path.name == "index.html" and path.parent.name != "report"
+    )
+    assert start.read_text().count("data-narrow") == 1
+    assert "<td>Schedule-Free</td>" in start.read_text()
+    assert "report/index.html" in site[start].links  # the navigation has it
 
 
 def test_it_can_be_searched_from_the_folder_and_has_the_report(site):

@@ -42,6 +42,7 @@ SIGN = re.compile(r"(<mo[^>]*>(?:&#x0003D;|&#x00028;)</mo>)<mo>(&#x02212;)</mo>"
 MAP = re.compile(
     r"(<!-- (map of costs|bar:begin|study:begin) -->\s*)(<table>.*?</table>)", re.DOTALL
 )
+FIGURE = re.compile(r'<img [^>]*src="([^":]+\.png)"[^>]*>')
 CELL = re.compile(r"<td>(.*?)</td>")
 REPORT_LINK = "<!-- the report -->"  # in the repository there is no such file
 README_TABLE = "<!-- README's table -->"
@@ -106,12 +107,14 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     if README_TABLE in markdown:
         readme = (ROOT / "README.md").read_text()
         table = readme.split("<!-- table:begin -->")[1].split("<!-- table:end -->")[0]
-        markdown = markdown.replace(README_TABLE, table)
+        markdown = markdown.replace(README_TABLE, README_TABLE + table)
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     html = MATHS.sub(mathml, html)
+    html = FIGURE.sub(r'<a href="\1">\g<0></a>', html)  # at its full size, for a telephone
+    html = re.sub(rf"{README_TABLE}\s*<table>", '<table data-narrow="">', html)
     return MAP.sub(lambda m: f'{m[1]}<div class="map">{coloured(m[3], m[2])}</div>', html)
 
 
