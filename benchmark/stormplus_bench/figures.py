@@ -70,13 +70,17 @@ def curves_grid(
     column: str = "train_loss",
     methods: Sequence[str] | None = None,
     workloads: Sequence[str] | None = None,
+    each: str | None = None,
 ) -> Figure:
-    """The curves of several workloads, of all if None, one small panel each."""
+    """The curves of several workloads, of all if None, one small panel each.
+
+    `each` says at which lr a method is drawn, if it is neither its default nor its best.
+    """
     names = sorted(frame["workload"].unique()) if workloads is None else workloads
     every = curves_of(frame, column, best_lr)
     tables = {name: chosen(every, name, methods) for name in names}
     drawn = [method for table in tables.values() for method in table["method"].unique()]
-    words = f"{_each(frame, best_lr=best_lr)}; {_bands(frame)}".replace("\n", " ")
+    words = f"{each or _each(frame, best_lr=best_lr)}; {_bands(frame)}".replace("\n", " ")
     figure, axes = canvas(len(names), 1.9 if len(names) > 1 else 3.1, drawn, words)
     for axis, (name, table) in zip(axes, tables.items()):
         limits = curve_limits([table], finals.initial_loss(frame)[name])

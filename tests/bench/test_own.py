@@ -93,6 +93,11 @@ def test_a_dict_of_optimizers_gives_a_table_a_picture_and_rows(tmp_path):
     assert starts.groupby("seed")["train_loss"].nunique().to_list() == [1, 1]
     spent = found.frame.groupby("method")["evaluations"].max()
     assert (spent["mine"], spent["STORM+"]) == (30, 29)
+    # The picture has the runs of the table.
+    (axis,) = found.plot().axes
+    ends = [line.get_ydata()[-1] for line in axis.get_lines() if len(line.get_ydata()) > 2]
+    for loss in found.table["training loss"]:
+        assert min(abs(end - loss) for end in ends) < 1e-12
     page = found._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
