@@ -109,6 +109,18 @@ def test_a_dict_of_optimizers_gives_a_table_a_picture_and_rows(tmp_path):
     assert set(read((journal,))["method"]) == set(methods)
 
 
+def test_a_seed_decides_what_a_model_draws_too():
+    def model():
+        return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def end(seed):
+        torch.manual_seed(seed)  # of the process: it must not matter
+        found = compare({"mine": sgd}, workload=line(model=model), progress=False)
+        return found.table["training loss"].to_list()
+
+    assert end(0) == end(1)
+
+
 def test_a_workload_of_the_benchmark_by_its_name():
     found = compare({"[/a]": sgd}, workload="logistic-breast-cancer")
     assert found.table.loc["[/a]", "validation accuracy"] > 0.8
