@@ -1,6 +1,6 @@
 """Your model: Adam, Schedule-Free, Untuned and STORM+ side by side.
 
-    pip install stormplus-bench          # from a clone: pip install ./benchmark
+    pip install stormplus-bench          # from a clone: pip install . ./benchmark
     python examples/your_model.py [--evaluations N] [--seeds N] [--out FOLDER]
 
 Put your own model, loss and data in the place of these, and your own optimizer among the others.

@@ -2,8 +2,10 @@
 
 import importlib.util
 import logging
+import re
 import subprocess
 import sys
+from html import unescape
 from html.parser import HTMLParser
 from pathlib import Path
 from types import SimpleNamespace
@@ -48,6 +50,14 @@ class Document(HTMLParser):
             self.emphasised.append(data)
 
 
+@pytest.fixture(scope="module")
+def hooks():
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/scripts/site_hooks.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.mark.parametrize(
     ("link", "written", "warned"),
     [
@@ -58,10 +68,7 @@ class Document(HTMLParser):
         ("../caveats.md#hidden-units", "[Text](../caveats.md#hidden-units)", ""),
     ],
 )
-def test_a_link_that_is_dropped_though_there_is_a_page_warns(caplog, link, written, warned):
-    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/scripts/site_hooks.py")
-    hooks = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(hooks)
+def test_a_link_that_is_dropped_though_there_is_a_page_warns(caplog, hooks, link, written, warned):
     pages = {"caveats.md", "examples/ddp.md"}
     files = SimpleNamespace(get_file_from_path=lambda path: path if path in pages else None)
     page = SimpleNamespace(file=SimpleNamespace(src_uri="integrations/loggers.md"))
@@ -151,6 +158,83 @@ def test_formulas_are_set_as_mathematics(site):
         assert (folder / name).read_text().count("<math") > 5
     for path in site:
         assert "arithmatex" not in path.read_text(), path.name
+
+
+def test_the_font_of_formulas_has_their_characters(site):
+    """One that it lacks is taken from another font: `\\epsilon` came out bold."""
+    font = pytest.importorskip("fontTools.ttLib").TTFont(ROOT / "docs/assets/formulas.woff")
+    has = font.getBestCmap()
+    for path in site:
+        for variable, text in re.findall(r"<m(i|n|o|text)\b[^>]*>([^<]*)</m", path.read_text()):
+            characters = unescape(text)
+            if variable == "i" and len(characters) == 1:
+                characters = italic(characters)
+            assert all(ord(c) in has for c in characters), f"{path.name}: {text}"
+
+
+def italic(letter):
+    """What a browser shows for a single letter: Greek from alpha on, epsilon's other form last."""
+    if letter == "h":
+        return "\u210e"
+    for first, last, start in (
+        ("A", "Z", 0x1D434),
+        ("a", "z", 0x1D44E),
+        ("\u03b1", "\u03c9", 0x1D6FC),
+    ):
+        if first <= letter <= last:
+            return chr(start + ord(letter) - ord(first))
+    return "\U0001d716" if letter == "ϵ" else letter
+
+
+def test_formulas_break_between_them_and_keep_their_stops(hooks):
+    def set_(html):
+        return hooks.on_page_content(html, None, None, None)
+
+    inline = set_(r'so (<span class="arithmatex">\(|x| = -1\)</span>), and')
+    assert inline.startswith('so <span class="maths">(<math')
+    assert inline.endswith("</math>),</span> and")
+    assert inline.count('lspace="0" rspace="0">&#x0007C;') == 2
+    assert '<mo form="prefix">&#x02212;</mo>' in inline
+    assert set_(r'<div class="arithmatex">\[a = 1 \qquad b = 2\]</div>').count("<math") == 2
+
+
+def test_a_figure_opens_at_its_full_size(site):
+    page = next(
+        path for path in site if path.parts[-1:] == ("theory.html",) and not path.match("api/*")
+    )
+    assert {"figures/rates.png", "figures/rivals.png"} <= set(site[page].links)
+
+
+def test_maps_have_colours(site, hooks):
+    def ink(cells):
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        marked = f"<!-- {name} -->\n<table><tr>{row}</tr></table>"
+        page = hooks.on_page_content(marked, None, None, None)
+        found = re.findall(r"<td(?: style=\"background: #(\w{6}); [^>]*)?>", page)
+        return [sum(bytes.fromhex(paint)) if paint else None for paint in found]
+
+    name = "map of costs"  # the worst is the darkest
+    none, least, more, most, diverged, missing = ink(
+        ["STORM+", "&lt;0.1", "27", "100", "div.", "·"]
+    )
+    assert none is missing is None
+    assert least > more > most == diverged
+    name = "bar:begin"  # the earliest is the darkest
+    early, late, missed = ink(["<strong>0.50</strong>", "<strong>1.00</strong>", "(1.2)"])
+    assert early < late
+    assert missed is None
+    for page in ("benchmark.html", "untuned.html"):
+        path = next(path for path in site if path.name == page)
+        assert path.read_text().count('<td style="background') > 20
+
+
+def test_the_first_page_has_readmes_table(site):
+    start = next(
+        path for path in site if path.name == "index.html" and path.parent.name != "report"
+    )
+    assert start.read_text().count("data-narrow") == 1
+    assert "<td>Schedule-Free</td>" in start.read_text()
+    assert "report/index.html" in site[start].links  # the navigation has it
 
 
 def test_it_can_be_searched_from_the_folder_and_has_the_report(site):

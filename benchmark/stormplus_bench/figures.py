@@ -70,13 +70,17 @@ def curves_grid(
     column: str = "train_loss",
     methods: Sequence[str] | None = None,
     workloads: Sequence[str] | None = None,
+    each: str | None = None,
 ) -> Figure:
-    """The curves of several workloads, of all if None, one small panel each."""
+    """The curves of several workloads, of all if None, one small panel each.
+
+    `each` says at which lr a method is drawn, if it is neither its default nor its best.
+    """
     names = sorted(frame["workload"].unique()) if workloads is None else workloads
     every = curves_of(frame, column, best_lr)
     tables = {name: chosen(every, name, methods) for name in names}
     drawn = [method for table in tables.values() for method in table["method"].unique()]
-    words = f"{_each(frame, best_lr=best_lr)}; {_bands(frame)}".replace("\n", " ")
+    words = f"{each or _each(frame, best_lr=best_lr)}; {_bands(frame)}".replace("\n", " ")
     figure, axes = canvas(len(names), 1.9 if len(names) > 1 else 3.1, drawn, words)
     for axis, (name, table) in zip(axes, tables.items()):
         limits = curve_limits([table], finals.initial_loss(frame)[name])
@@ -128,12 +132,10 @@ def _rings(frame: pd.DataFrame) -> str:
 def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
     """A map of `lost` in per cent, methods by workloads, with the least costly method on top."""
     cost = scores.cost_of_not_tuning(frame)
-    mean = scores.mean_lost(cost)
-    grid = cost.pivot(index="method", columns="workload", values="lost").reindex(mean.index)
-    ran = cost.pivot(index="method", columns="workload", values="loss").reindex(mean.index)
-    grid.insert(len(grid.columns), "mean", mean["mean"])
+    grid, texts = scores.cost_map(cost)
     rows, columns = grid.shape
-    names = [shown(name + note.replace(" workloads", "")) for name, note in mean["note"].items()]
+    notes = scores.mean_lost(cost)["note"].items()
+    names = [shown(name + note.replace(" workloads", "")) for name, note in notes]
     side = 0.12 + LETTER * max(map(len, names))
     foot = 0.15 + 0.045 * min(LONGEST, max(map(len, grid.columns)))
     height = 0.48 + 0.24 * rows + foot
@@ -143,13 +145,12 @@ def cost_of_not_tuning(frame: pd.DataFrame) -> Figure:
     )
     shade = np.sqrt(grid.clip(lower=0.0, upper=1.0)).to_numpy()
     axis.pcolormesh(shade, cmap="Oranges", vmin=0, vmax=1.15, edgecolor="white", linewidth=1.2)
-    for (i, j), value in np.ndenumerate(grid.to_numpy()):
-        missing = j < columns - 1 and np.isnan(ran.to_numpy()[i, j])
+    for (i, j), text in np.ndenumerate(texts.to_numpy()):
         colour = "white" if shade[i, j] > 0.75 else "black"
         axis.text(
             j + 0.5,
             i + 0.5,
-            "·" if missing else scores.per_cent(value),
+            text,
             ha="center",
             va="center",
             fontsize=min(7.5, 13 * WIDTH / columns),

@@ -44,7 +44,7 @@ SOLVER = """A solver's file has these variables:
     rates = [0.01, 0.1]           learning rates; the first is its default
     def make(parameters, lr):     a torch.optim.Optimizer"""
 WORKLOAD = """A workload's file has these variables:
-    def model():                  a torch.nn.Module; the seed is set before it is called
+    def model():                  a torch.nn.Module; the seed is set before
     def loss(model, batch):       a loss to differentiate
     data                          (inputs, targets), or a torch Dataset
     budget = 1000                 gradient evaluations of a run
@@ -325,12 +325,20 @@ class Comparison:
         return table.dropna(axis="columns", how="all")
 
     def plot(self) -> Any:
-        """The curves as a matplotlib figure, at the defaults; at the best rates too, if several."""
+        """The curves as a matplotlib figure, each method at the rate that the table has.
+
+        If all of them have several rates, the defaults are drawn beside these.
+        """
         from stormplus_bench.figures import curves, curves_grid
 
         (workload,) = self.frame["workload"].unique()
-        several = (self.frame.groupby("method")["lr"].nunique() > 1).all()
-        return curves(self.frame, workload) if several else curves_grid(self.frame)
+        several = self.frame.groupby("method")["lr"].nunique() > 1
+        if several.all():
+            return curves(self.frame, workload)
+        best = self.frame["method"].map(self.table["lr"])
+        kept = (self.frame["lr"] == best) | (best.isna() & self.frame["default"])
+        shown = self.frame[kept].assign(default=True)
+        return curves_grid(shown, each="each at the lr of the table" if several.any() else None)
 
     def save(self, journal: str | Path) -> Path:
         """Append the rows to a journal, which `stormplus report` merges with others."""

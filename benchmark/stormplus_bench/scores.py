@@ -71,6 +71,23 @@ def mean_lost(cost: pd.DataFrame) -> pd.DataFrame:
     return table[["mean", "place", "note"]]
 
 
+def cost_map(cost: pd.DataFrame) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """What the map of `lost` shows, methods by workloads and their mean, the least costly first.
+
+    Returns:
+        The values, and what to write for each in per cent: "·" where there was no run.
+    """
+    mean = mean_lost(cost)
+    grid, ran = (
+        cost.pivot(index="method", columns="workload", values=name).reindex(mean.index)
+        for name in ("lost", "loss")
+    )
+    texts = grid.map(per_cent).where(ran.notna(), "·")
+    grid.insert(len(grid.columns), "mean", mean["mean"])
+    texts.insert(len(texts.columns), "mean", mean["mean"].map(per_cent))
+    return grid, texts
+
+
 def per_cent(value: float) -> str:
     """`lost` in per cent, short enough for a cell of a table."""
     if np.isnan(value):

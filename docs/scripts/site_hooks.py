@@ -2,7 +2,8 @@
 
 The pages are written to be read in the repository too, where `../examples/ddp.py` is a file.
 On the site each example is a page made from that file, and links to it are turned round.
-Formulas between dollars become MathML, which browsers set without a script, a font or a network.
+Formulas between dollars become MathML, which browsers set without a script or a network.
+The cells of tables that are maps are coloured, so that a telephone can do without the picture.
 A link to any other file of the repository is left as plain text, with a warning if a page of the
 site says the same.
 """
@@ -26,13 +27,25 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from stormplus.theory.palette import PALETTE, shade
+
 LOG = logging.getLogger("mkdocs.hooks")  # a warning ends a strict build
 ROOT = Path(__file__).parents[2]
 REPORT = ROOT / "out" / "report" / "index.html"
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)]*)?\)")
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
-MATHS = re.compile(r'<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\1>', re.DOTALL)
+MATHS = re.compile(  # with the brackets and stops beside it, which belong on its line
+    r'(\(?)<(span|div) class="arithmatex">\\([(\[])(.*?)\\[)\]]</\2>([).,;:]*)', re.DOTALL
+)
+TIGHT = re.compile(r"<mo[^>]*>(&#x0007C;|&#x0002F;)</mo>")  # | and /
+SIGN = re.compile(r"(<mo[^>]*>(?:&#x0003D;|&#x00028;)</mo>)<mo>(&#x02212;)</mo>")  # = - and ( -
+MAP = re.compile(
+    r"(<!-- (map of costs|bar:begin|study:begin) -->\s*)(<table>.*?</table>)", re.DOTALL
+)
+FIGURE = re.compile(r'<img [^>]*src="([^":]+\.png)"[^>]*>')
+CELL = re.compile(r"<td>(.*?)</td>")
 REPORT_LINK = "<!-- the report -->"  # in the repository there is no such file
+README_TABLE = "<!-- README's table -->"
 COMMANDS = "<!-- the help of every command -->"
 
 
@@ -91,18 +104,63 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     markdown = LINK.sub(turn_round, FENCED.sub(put_aside, markdown))
     markdown = re.sub(r"\0(\d+)\0", lambda match: code[int(match[1])], markdown)
     markdown = markdown.replace(REPORT_LINK, " [which is here](report/index.html),")
+    if README_TABLE in markdown:
+        readme = (ROOT / "README.md").read_text()
+        table = readme.split("<!-- table:begin -->")[1].split("<!-- table:end -->")[0]
+        markdown = markdown.replace(README_TABLE, README_TABLE + table)
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return MATHS.sub(mathml, html)
+    html = MATHS.sub(mathml, html)
+    html = FIGURE.sub(r'<a href="\1">\g<0></a>', html)  # at its full size, for a telephone
+    html = re.sub(rf"{README_TABLE}\s*<table>", '<table data-narrow="">', html)
+    return MAP.sub(lambda m: f'{m[1]}<div class="map">{coloured(m[3], m[2])}</div>', html)
+
+
+def coloured(table: str, name: str) -> str:
+    """A map's table with the colours of its picture: see `figures.py` of the benchmark."""
+    costs = name == "map of costs"
+
+    def cell(match: re.Match[str]) -> str:
+        text = unescape(match[1])
+        strength = cost(text) if costs else early(text)
+        if strength is None:
+            return match[0]
+        ink = "white" if strength > 0.7 else "black"
+        paint = shade(PALETTE["STORM+" if costs else "Adam"], strength)
+        return f'<td style="background: {paint}; color: {ink}">{match[1]}</td>'
+
+    return CELL.sub(cell, table)
+
+
+def cost(text: str) -> float | None:
+    """How strongly a loss in per cent is coloured: the worst most; None for a name, or no run."""
+    known = {"<0.1": 0.0, ">999": 100.0, "div.": 100.0}.get(text)
+    try:
+        lost = float(text) if known is None else known
+    except ValueError:
+        return None
+    return float(0.05 + 0.9 * min(max(lost / 100, 0.0), 1.0) ** 0.5)
+
+
+def early(text: str) -> float | None:
+    """How strongly a share of the budget is coloured: the earliest most; None where missed."""
+    reached = re.fullmatch(r"<strong>([\d.]+)</strong>", text)
+    return min(1.0, 1.1 - float(reached[1])) if reached else None
 
 
 def mathml(match: re.Match[str]) -> str:
     """A formula that arithmatex has marked, in round brackets inline, in square ones displayed."""
-    tag, open_, latex = match.groups()
+    before, tag, open_, latex, after = match.groups()
     display = "inline" if open_ == "(" else "block"
-    return f'<{tag} class="maths">{convert(unescape(latex), display=display)}</{tag}>'
+    formulas = []
+    for part in unescape(latex).split(r"\qquad"):  # one beside the other, or below it if narrow
+        formula = convert(part, display=display)
+        # A browser would put spaces around them, as if |x| were "x, given" and -x a difference.
+        formula = TIGHT.sub(r'<mo stretchy="false" lspace="0" rspace="0">\1</mo>', formula)
+        formulas.append(SIGN.sub(r'\1<mo form="prefix">\2</mo>', formula))
+    return f'<{tag} class="maths">{before}{"".join(formulas)}{after}</{tag}>'
 
 
 def example_page(path: Path) -> str:

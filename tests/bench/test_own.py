@@ -93,6 +93,11 @@ def test_a_dict_of_optimizers_gives_a_table_a_picture_and_rows(tmp_path):
     assert starts.groupby("seed")["train_loss"].nunique().to_list() == [1, 1]
     spent = found.frame.groupby("method")["evaluations"].max()
     assert (spent["mine"], spent["STORM+"]) == (30, 29)
+    # The picture has the runs of the table.
+    (axis,) = found.plot().axes
+    ends = [line.get_ydata()[-1] for line in axis.get_lines() if len(line.get_ydata()) > 2]
+    for loss in found.table["training loss"]:
+        assert min(abs(end - loss) for end in ends) < 1e-12
     page = found._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
@@ -102,6 +107,18 @@ def test_a_dict_of_optimizers_gives_a_table_a_picture_and_rows(tmp_path):
     journal = found.save(tmp_path / "new" / "rows.jsonl")
     assert len(rows.keys(journal)) == 2 * 4
     assert set(read((journal,))["method"]) == set(methods)
+
+
+def test_a_seed_decides_what_a_model_draws_too():
+    def model():
+        return nn.Sequential(nn.Linear(3, 8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def end(seed):
+        torch.manual_seed(seed)  # of the process: it must not matter
+        found = compare({"mine": sgd}, workload=line(model=model), progress=False)
+        return found.table["training loss"].to_list()
+
+    assert end(0) == end(1)
 
 
 def test_a_workload_of_the_benchmark_by_its_name():

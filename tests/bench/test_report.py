@@ -119,6 +119,15 @@ def test_only_methods_that_ran_every_workload_have_a_place():
     assert table.iloc[2]["profile score, default"] == "0.50 (1 of 2 workloads)"
 
 
+def test_the_map_is_a_table_too():
+    found = [make_row([4, 2], workload=w, method=m) for w in "ab" for m in ("SGD", "Adam")]
+    found += [make_row([4, 1], workload="a", method="STORM+")]
+    text = sentences.results_section(sentences.findings(frame_of(found)), "f", "make")
+    lines = text.split(sentences.MAP)[1].split("\n\n")[1].splitlines()
+    assert lines[0] == "| method | a | b | mean |"
+    assert {"| Adam | 33 | 0 | 17 |", "| STORM+ | 0 | · | 0 |"} <= set(lines)
+
+
 def test_a_target_that_nobody_reaches_bounds_the_scores():
     # The target of b is what Adam at 0.2 has after half of the budget; no default gets there.
     both = [make_row([4, 2, 1, 1, 1], workload=w, method=m) for w in "ab" for m in ("SGD", "Adam")]

@@ -49,7 +49,7 @@ class Training:
     Args:
         workload: What to train.
         stepper: Makes the method, from the run with its model.
-        seed: Of the model and of the samples.
+        seed: Of the model, of the samples, and of what the model draws (dropout on the CPU).
     """
 
     def __init__(
@@ -59,6 +59,7 @@ class Training:
         self.model: nn.Module = workload.model(seed).to(workload.device)
         self.model.train()
         self._stream = workload.samples(seed)
+        self._random = torch.Generator().manual_seed(2000 + seed).get_state()
         self.evaluations = self.samples = 0
         self.seconds = self.peak_memory_mb = 0.0
         self.status = "done"
@@ -106,9 +107,15 @@ class Training:
         reset_peak_memory()
         start = time.perf_counter()
         try:
-            # A step that would overspend is not taken.
-            while self.spent + self.price <= target:
-                self.stepper.step(self)
+            # A model that draws numbers draws the same ones whoever trained before in the process.
+            with torch.random.fork_rng(devices=[]):
+                torch.set_rng_state(self._random.cpu())
+                try:
+                    # A step that would overspend is not taken.
+                    while self.spent + self.price <= target:
+                        self.stepper.step(self)
+                finally:
+                    self._random = torch.get_rng_state()
             if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
                 raise Diverged("parameters")
         except (Diverged, FloatingPointError):
@@ -172,7 +179,10 @@ class Training:
             next(self._stream)
 
 
-_KEPT = ("evaluations", "samples", "seconds", "peak_memory_mb", "status", "curve", "estimator")
+_KEPT = (
+    *("evaluations", "samples", "seconds", "peak_memory_mb", "status", "curve", "estimator"),
+    "_random",  # of the streams, the one that cannot be played again
+)
 
 
 def part_file(journal: str | os.PathLike[str], key: Key) -> Path:
