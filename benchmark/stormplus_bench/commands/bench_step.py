@@ -214,22 +214,28 @@ def share_of_training(rounds: int) -> None:
         click.echo(f"  {label:28s}{100 * statistics.median(shares):5.1f}%  (a step: {total:.2f} s)")
 
 
-def profile_default(rounds: int) -> None:
-    """Where the default path spends its time on ResNet34's shapes."""
+def profiles(rounds: int) -> None:
+    """Where a step's time goes: StormPlus on ResNet34's shapes, Untuned on few weights."""
     _, pair = ours(parameters([p.shape for p in resnet34(1000).parameters()]))
+    _profile("StormPlus on ResNet34's shapes", pair, rounds)
+    small = parameters([p.shape for p in small_perceptron().parameters()])
+    _profile("Untuned on a small perceptron", Untuned(small).step, 25 * rounds)
+
+
+def _profile(name: str, run: Callable[[], object], rounds: int) -> None:
     for _ in range(3):
-        pair()
+        run()
     profiler = cProfile.Profile()
     profiler.enable()
     for _ in range(rounds):
-        pair()
+        run()
     profiler.disable()
     entries = sorted(profiler.getstats(), key=lambda entry: -entry.inlinetime)
     total = sum(entry.inlinetime for entry in entries)
-    click.echo("\nThe default path on ResNet34's shapes, share of the time inside each function")
-    for entry in entries[:7]:
-        name = entry.code if isinstance(entry.code, str) else entry.code.co_name
-        click.echo(f"  {100 * entry.inlinetime / total:5.1f}%  {name}")
+    click.echo(f"\n{name}: share of the time inside each function")
+    for entry in entries[:9]:
+        title = entry.code if isinstance(entry.code, str) else entry.code.co_qualname
+        click.echo(f"  {100 * entry.inlinetime / total:5.1f}%  {title}")
 
 
 @click.command(name="bench-step")
@@ -242,7 +248,7 @@ def bench_step(quick: bool, profile: bool) -> None:
         f"{platform.machine()} {platform.processor() or ''}, {os.cpu_count()} cores"
     )
     if profile:
-        return profile_default(40)
+        return profiles(40)
     rounds = 3 if quick else 15
     compare("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
     compare("a small perceptron", [p.shape for p in small_perceptron().parameters()], rounds)
