@@ -1,11 +1,13 @@
 """What every torch optimizer of the package does alike: one table, one property after another."""
 
 import copy
+import gc
 import inspect
 import pickle
 import re
 import sys
 import weakref
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -28,6 +30,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as torch_optimizer
+
+from stormplus.rules import Sum, Sums
+from stormplus.torch import PairedOptimizer
 
 pytestmark = pytest.mark.usefixtures("uncompiled")
 scopes = pytest.mark.parametrize("scope", ["global", "group", "tensor"])
@@ -433,6 +438,9 @@ def test_sparse_gradients_are_refused_before_anything_has_moved(case):
 
 # Tensors are kept from step to step while they stay where they are: so all ways to move them.
 MOVES = {
+    "the run is shared": lambda p, state, names: [
+        t.share_memory_() for t in state.get("run", {}).values() if isinstance(t, torch.Tensor)
+    ],
     "buffers are shared": lambda p, state, names: [state[n].share_memory_() for n in names],
     "buffers are others": lambda p, state, names: state.update(
         {n: state[n].clone() for n in names}
@@ -456,6 +464,85 @@ def test_tensors_that_move_in_memory_are_followed(case, how):
     case.train(problem, opt, params, problem.samples[6:])
     for p, q in zip(params, twins):  # another layout is added up in another order
         torch.testing.assert_close(p, q, rtol=1e-11, atol=1e-13)
+
+
+@every
+def test_a_state_that_is_replaced_is_used_and_the_old_one_is_free(case):
+    problem, params, opt = made(case, samples=8)
+    case.train(problem, opt, params, problem.samples[:4])
+    name = case.buffers[0]
+    old = weakref.ref(opt.state[params[0]][name])
+    for p in params:
+        opt.state[p] = {**opt.state[p], name: torch.zeros_like(opt.state[p][name])}
+    gc.collect()
+    assert old() is None
+    before = {p: opt.state[p][name] for p in params}
+    case.train(problem, opt, params, problem.samples[4:5])
+    assert all(opt.state[p][name] is before[p] and before[p].any() for p in params)
+
+
+@every
+def test_an_optimizer_that_is_dropped_lets_its_parameters_go_at_once(case):
+    problem, params, opt = made(case, samples=4)
+    case.train(problem, opt, params)
+    alive = [weakref.ref(p) for p in params]
+    gc.disable()
+    try:
+        del problem, params, opt
+        assert not any(ref() is not None for ref in alive)
+    finally:
+        gc.enable()
+
+
+@every
+def test_a_gradient_that_torch_negates_lazily_has_its_sign(case):
+    # d/dp of the real part of conj(i p) i is 1; autograd hands over -1 and a bit.
+    p = nn.Parameter(torch.tensor(1.0))
+    opt = case([p])
+    for _ in range(3):
+        zero = torch.tensor(0.0)
+        case.step(opt, on(opt, lambda: (torch.complex(zero, p).conj() * 1j).real))
+    assert p.grad.is_neg()
+    assert p < 1
+
+
+@every
+def test_one_bad_gradient_among_tensors_of_any_layout_is_found(case):
+    p, q = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(4, 8)[:, :4])
+    opt = case([p, q])
+    for factor in (1.0, 1.0, 1.0):
+        case.step(opt, on(opt, lambda f=factor: (p * p).sum() + f * (q * q).sum()))
+    held = q.detach().clone()
+    with pytest.raises(FloatingPointError, match="nothing has moved"):
+        case.step(opt, on(opt, lambda: (p * p).sum() + float("nan") * q.sum()))
+    assert torch.equal(q, held)
+
+
+@every_paired
+def test_a_rule_may_hand_on_what_it_was_given(case):
+    @dataclass(frozen=True)
+    class Last:
+        def __call__(self, sums, g_sq, d_sq, t):
+            return Sums(Sum(g_sq, 0 * g_sq), sums.sum_g_sq), 0.5 + 0 * g_sq, 0.0 * g_sq
+
+    p = parameter(1.0)
+    made_with = type("Remembering", (PairedOptimizer,), {"rule": Last()})
+    opt = made_with([p], **case.path)
+    case.descend(opt, [p], [[torch.tensor([g], dtype=p.dtype)] for g in (1.0, 2.0, 3.0)])
+    found = opt.diagnostics()  # of both evaluations' gradient, the last and the one before
+    assert (found["sum_g_sq"], found["sum_d_sq_over_a"]) == (9.0, 4.0)
+
+
+@every_paired
+def test_passes_do_not_ask_for_torchs_default_device(case):
+    p = parameter(1.0, 2.0)
+    opt = case([p], scope="tensor")
+    case.descend(opt, [p], [[g] for g in noise((2,), 2)])
+    p.grad = torch.ones_like(p)
+    with torch.device("meta"):
+        opt.move()
+        opt.estimate()
+    assert opt.started
 
 
 @every

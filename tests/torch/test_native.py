@@ -109,6 +109,18 @@ def test_the_probe_finds_one_number_among_many(dtype, value):
     assert math.isnan(kernels.NATIVE.probe(tensors))
 
 
+def test_an_estimator_of_another_dtype_goes_the_plain_way():
+    p = nn.Parameter(torch.randn(5))
+    p.grad = torch.randn(5)
+    opt = StormPlus([p])
+    opt.estimate()
+    opt.state[p]["estimator"] = opt.state[p]["estimator"].bfloat16()
+    before, d = p.detach().clone(), opt.state[p]["estimator"].float()
+    opt.move()
+    moved = before - opt.diagnostics()["step_size"] * d
+    torch.testing.assert_close(p.detach(), moved, rtol=1e-2, atol=1e-2)
+
+
 def test_the_largest_numbers_are_finite():
     _, tensors = bundle(torch.float32, shapes=[(5,)])
     tensors.items[0].g.fill_(torch.finfo(torch.float32).max)

@@ -94,6 +94,21 @@ def test_without_noise_the_estimator_is_the_gradient(case):
             np.testing.assert_allclose(opt.state[p]["estimator"].numpy(), g, rtol=0, atol=1e-14)
 
 
+def test_max_move_leaves_decoupled_decay_alone_and_bears_any_rate():
+    p = torch.nn.Parameter(torch.ones(1))
+    opt = StormPlus([p], weight_decay=0.5, decoupled_weight_decay=True, max_move=0.01)
+    p.grad = torch.zeros(1)  # d = 0: what moves x is decay, with lr eta = 1
+    opt.estimate()
+    opt.move()
+    assert p.item() == 0.5
+    p = torch.nn.Parameter(torch.ones(1))
+    opt = StormPlus([p], lr=1e308, max_move=0.25)
+    p.grad = torch.full((1,), 1e-3)
+    opt.estimate()
+    opt.move()
+    assert p.item() == pytest.approx(0.75)
+
+
 def test_max_move_bounds_every_move():
     problem, params, opt = made(PLAIN, samples=60, lr=0.5, max_move=0.01)
     lengths, unbounded = [], []

@@ -225,9 +225,9 @@ class PairedOptimizer(BaseOptimizer):
         on_host = now is not run
         with np.errstate(all="ignore"):  # what is not finite is found below
             new = self._next_numbers(now, squares.numpy() if on_host else squares, roster)
-        table = list(new.values())
-        finite: Any = np.isfinite(table) if on_host else torch.isfinite(torch.stack(table))
-        finite = finite.all(0)
+        # A table first: a rule may hand on a number that it was given, and those change below.
+        table: Any = np.array(list(new.values())) if on_host else torch.stack(list(new.values()))
+        finite: Any = (np.isfinite(table) if on_host else torch.isfinite(table)).all(0)
         if self._check_finite and not bool(finite.all()):  # waits for the device
             if phase != START:
                 for bundle in (bundle for bundle in bundles if not bundle.joining):
@@ -237,11 +237,11 @@ class PairedOptimizer(BaseOptimizer):
             raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[phase == START]}")
         buckets = {bundle.bucket for bundle in bundles}
         if len(buckets) < len(finite):  # the others have had no gradient
-            seen = torch.tensor([i in buckets for i in range(len(finite))])
-            finite = finite & (
-                seen.numpy() if on_host else seen.to(finite.device, non_blocking=True)
-            )
-        for name, value in new.items():
+            seen: Any = np.array([i in buckets for i in range(len(finite))])
+            if not on_host:
+                seen = torch.from_numpy(seen).to(finite.device, non_blocking=True)
+            finite = finite & seen
+        for name, value in zip(new, table):
             if on_host:
                 np.copyto(now[name], value, where=finite)
             else:
@@ -281,21 +281,26 @@ class PairedOptimizer(BaseOptimizer):
     def _alpha(self, bundle: Bundle) -> Number:
         """The factor of d in the move."""
         run, bucket = self._now(), bundle.bucket
+        eta, d_sq = run["step_size"][bucket], run["estimator_norm_sq"][bucket]
         lr, bound = bundle.group["lr"], bundle.group["max_move"]
+        # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis. And
+        # lr eta |d| <= max_move, with |d| over the bucket.
+        if run is not self._run:
+            alpha = float(lr) * float(eta)
+            return min(alpha, bound / math.sqrt(d_sq)) if bound is not None and d_sq > 0 else alpha
         if isinstance(lr, Tensor):
-            lr = lr.to(self._run["step_size"], non_blocking=True).reshape(())
-        # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
-        alpha = lr * run["step_size"][bucket]
+            lr = lr.to(eta, non_blocking=True).reshape(())
+        scaled: Tensor = lr * eta
         if bound is not None:
-            # Beyond the paper: lr eta |d| <= max_move, with |d| over the bucket.
-            d_norm = run["estimator_norm_sq"][bucket] ** (1 / 2)
-            limit = bound / (d_norm + (d_norm == 0))
-            alpha = alpha * (alpha <= limit) + limit * (alpha > limit)
-        return _for_kernels(alpha, bundle)
+            scaled = torch.minimum(scaled, bound / d_sq.sqrt())
+        return scaled.to(bundle.device, non_blocking=True)
 
     def _keep(self, bundle: Bundle) -> Number:
         """The factor of the innovation in the estimate, 1 - a."""
-        return _for_kernels(1 - self._now()["gain"][bundle.bucket], bundle)
+        keep = 1 - self._now()["gain"][bundle.bucket]
+        if isinstance(keep, Tensor):
+            return keep.to(bundle.device, non_blocking=True)
+        return float(keep)
 
     def _now(self) -> State:
         """The numbers of the run: on the host arrays, which are faster, elsewhere tensors."""
@@ -470,12 +475,6 @@ class Storm(PairedOptimizer):
     ) -> None:
         self.rule = rules.StormRule(theta, w, c, smoothness)
         super().__init__(params, lr, **options)
-
-
-def _for_kernels(number: Any, bundle: Bundle) -> Number:
-    if isinstance(number, Tensor):
-        return number.to(bundle.device, non_blocking=True)
-    return float(number)
 
 
 class _Generators:

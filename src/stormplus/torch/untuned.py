@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -26,6 +26,7 @@ from stormplus.torch.core.kernels import (
     NATIVE,
     NativeUntuned,
     finite_or_nan,
+    increment_version,
     split,
     square_norm,
     suits_untuned,
@@ -164,6 +165,13 @@ class Untuned(BaseOptimizer):
         lots = layout.lots()
         if not lots:
             return  # no gradient anywhere: no step, as torch's own optimizers
+        try:
+            self._step_with(lots, layout)
+        finally:
+            for lot in lots:  # gradients are as large as the model
+                lot.items = []
+
+    def _step_with(self, lots: list[_Lot], layout: _Layout) -> None:
         self._tell("before_step")
         if self._check_finite:
             self._probe(lots, layout)
@@ -172,11 +180,11 @@ class Untuned(BaseOptimizer):
         if any(lot.joining for lot in lots):
             self._start(lots, layout)
         rows = lots[0].rows if len(lots) == 1 else np.concatenate([lot.rows for lot in lots])
-        table = self._decide(layout, rows)
-        totals = Totals(2, roster, self._run["step"])
+        with np.errstate(all="ignore"):  # what is not finite is found there
+            table = self._decide(layout, rows)
+        totals = Totals(2, layout.roster, self._run["step"])
         for lot in lots:
             lot.descend(table, totals.table(lot.process_groups, lot.device))
-            lot.release_gradients()
         self._measure(layout, rows, totals.sum())
         self._run["grad_evaluations"] += 1
         self._opt_called = True  # what lr_scheduler looks for before it warns
@@ -417,7 +425,7 @@ class _Layout:
         self._kept = None
         if len(lots) == 1 and lots[0].lasts(len(self.roster.members)):
             self._kept = lots[0]
-            self._kept.keep(self.roster.buffers)
+            self._kept.keep(self.roster)
         return lots
 
     @property
@@ -519,9 +527,9 @@ class _Lot:
         self._plan: tuple[list[int], NativeUntuned | None, list[int]] | None = None
         self._tensors: Kept | None = None
 
-    def keep(self, names: Iterable[str]) -> None:
+    def keep(self, roster: Roster) -> None:
         """Be there for the next step too."""
-        self._tensors = Kept(self.params, self.items, names)
+        self._tensors = roster.kept(self.params, self.items)
 
     def lasts(self, rows: int) -> bool:
         """Whether it can be used again: all tensors, and none that changes by itself."""
@@ -540,13 +548,8 @@ class _Lot:
         self.items = items
         _, native, _ = self._prepared()
         if native is not None:
-            native.take([item.g for item in items])
+            native.take(items)
         return True
-
-    def release_gradients(self) -> None:
-        """Let the gradients go: they are as large as the model."""
-        if self._tensors is not None:  # else it goes itself
-            self.items = self._tensors.bare
 
     def take(self, member: Member, item: Item, sample: _Sample, *, joining: bool) -> None:
         """Add a tensor."""
@@ -559,8 +562,9 @@ class _Lot:
 
     def probe(self) -> Tensor | float:
         """0 if the gradients are finite, else nan."""
-        if self._plan is not None and self._plan[1] is not None:  # all of it goes the native way
-            return 0.0 if self._plan[1].finite() else math.nan
+        if self._plan is not None and len(self._plan[0]) == len(self.items):
+            _, native, _ = self._plan
+            return 0.0 if native is not None and native.finite() else math.nan
         return finite_or_nan([item.g for item in self.items if item.g is not None], self.device)
 
     def descend(self, table: Numbers, out: Tensor) -> None:
@@ -581,6 +585,7 @@ class _Lot:
                 sums = np.zeros((2, len(taken)))
                 native.step(np.ascontiguousarray(numbers[:, taken]), sums)
                 out[:, self.rows[taken]] += torch.from_numpy(sums)
+            increment_version([self.items[i].x for i in taken])  # autograd has not seen it
         rest = [i for i in range(rows) if i not in taken] if len(taken) < rows else []
         for chunks in _lists(self.items, rest, self.device) if rest else ():
             for (i, _, _), square in zip(chunks, _descend(chunks, numbers)):
@@ -597,7 +602,6 @@ class _Lot:
             if NATIVE is not None and taken:
                 strides = [self.samples[i].stride if i in measured else 0 for i in taken]
                 native = NativeUntuned(NATIVE, [self.items[i] for i in taken], strides)
-                native.take([self.items[i].g for i in taken])
             self._plan = taken, native, measured
         return self._plan
 

@@ -91,7 +91,7 @@ class Compiled:
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
         flats, rest = _sort(bundle)
-        alpha = tensor_of(alpha)
+        alpha = tensor_of(alpha, bundle.device)
         numbers = _numbers(bundle, alpha)
         for flat in flats:
             with flat as (x, d, g):
@@ -102,7 +102,7 @@ class Compiled:
     def estimate(
         self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        keep = tensor_of(keep)
+        keep = tensor_of(keep, bundle.device)
         if first:
             self._plain.estimate(bundle, keep, out, first=True, guard=guard)
             return

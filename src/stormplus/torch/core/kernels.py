@@ -30,6 +30,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from stormplus.torch.core.state import accumulator_dtype, wide_dtype
 from stormplus.torch.core.tensors import Bundle, Item
 from stormplus.versions import version_increment
 
@@ -42,9 +43,11 @@ CHUNK = 1 << 19
 Number: TypeAlias = float | Tensor  # a tensor if it comes from a device, where to look is to wait
 
 
-def tensor_of(number: Number) -> Tensor:
+def tensor_of(number: Number, device: torch.device) -> Tensor:
     """As precise as the run's numbers are."""
-    return number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+    if isinstance(number, Tensor):
+        return number
+    return torch.tensor(number, dtype=accumulator_dtype(device), device=device)
 
 
 class Kernels(Protocol):
@@ -249,9 +252,10 @@ def undo_estimate(bundle: Bundle, keep: Number) -> None:
     gradient, when it is evaluated again, hides d in the same way. Where a is 1 it does so too,
     and counts for nothing.
     """
+    keep = tensor_of(keep, bundle.device)
     for x, g_raw, d in chunks(bundle):
         g = gradient(bundle, x, g_raw)
-        d.copy_(finite_part((d if g is None else d - finite_part(g)) / tensor_of(keep)))
+        d.copy_(finite_part((d if g is None else d - finite_part(g)) / keep))
 
 
 # -- the passes ----------------------------------------------------------------------------------
@@ -271,7 +275,7 @@ class Plain:
         return found
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
-        decoupled, scratch, alpha = bundle.decoupled, Scratch(), tensor_of(alpha)
+        decoupled, scratch, alpha = bundle.decoupled, Scratch(), tensor_of(alpha, bundle.device)
         for x, g_raw, d in chunks(bundle):
             g_tilde = gradient(bundle, x, g_raw, scratch)  # before x moves
             step = d
@@ -290,7 +294,7 @@ class Plain:
     def estimate(
         self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        squares, scratch, keep = SquareNorms(bundle, out), Scratch(), tensor_of(keep)
+        squares, scratch, keep = SquareNorms(bundle, out), Scratch(), tensor_of(keep, bundle.device)
         for x, g_raw, d in chunks(bundle):
             g = gradient(bundle, x, g_raw, scratch)
             if g is None:
@@ -315,7 +319,7 @@ class Foreach:
         return (torch.stack(torch._foreach_norm(gs, math.inf)) * 0).sum()  # nan is the largest
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
-        decoupled, alpha = bundle.decoupled, tensor_of(alpha)
+        decoupled, alpha = bundle.decoupled, tensor_of(alpha, bundle.device)
         for xs, gs_raw, ds in self._lists(bundle):
             g_tildes = self._gradients(bundle, xs, gs_raw)
             steps = torch._foreach_add(ds, xs, alpha=decoupled) if decoupled else ds
@@ -326,7 +330,7 @@ class Foreach:
     def estimate(
         self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        keep = tensor_of(keep)
+        keep = tensor_of(keep, bundle.device)
         squares = SquareNorms(bundle, out) if bundle.device.type == "cpu" else None
         norms: tuple[list[Tensor], list[Tensor]] = ([], [])  # added up at the end: few launches
         for xs, gs_raw, ds in self._lists(bundle):
@@ -393,6 +397,14 @@ _NATIVE_NAMES = {
 }
 
 
+_NATIVE_STATES = {  # of `Untuned`
+    torch.float32: (torch.float32, torch.bfloat16),
+    torch.float64: (torch.float64,),
+    torch.bfloat16: (torch.float32, torch.bfloat16),
+    torch.float16: (torch.float32, torch.bfloat16),
+}
+
+
 def load_native(folder: Path = Path(__file__).parent) -> ctypes.CDLL | None:
     """The library beside this file, or None if it is not there or does not load."""
     for path in sorted(folder.glob("_native.*")):
@@ -411,41 +423,44 @@ class Native:
         self._functions: dict[tuple[str, torch.dtype], Any] = {}
 
     def probe(self, bundle: Bundle) -> Number:
-        taken, rest = _laid_out_alike(bundle)
-        found = self._call("probe", taken, taken.gradients())
-        return math.nan if found else PLAIN.probe(rest) if rest.items else 0.0
+        places, items, rest = _laid_out_alike(bundle)
+        if self._call("probe", places, _pointers([item.g for item in items])) != 0:
+            return math.nan
+        return PLAIN.probe(rest) if rest is not None else 0.0
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
-        taken, rest = _laid_out_alike(bundle)
+        places, items, rest = _laid_out_alike(bundle)
         numbers = (float(alpha), bundle.sign, bundle.l2, bundle.decoupled)
-        self._call("move", taken, *taken.streams(), *map(ctypes.c_double, numbers))
-        if taken.xs:  # autograd has not seen it
-            increment_version(taken.xs)
-        if rest.items:
+        gs = _pointers([item.g for item in items])
+        self._call("move", places, places.x, places.d, gs, *map(ctypes.c_double, numbers))
+        if items:  # autograd has not seen it
+            increment_version([item.x for item in items])
+        if rest is not None:
             PLAIN.move(rest, alpha)
 
     def estimate(
         self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        taken, rest = _laid_out_alike(bundle)
+        places, items, rest = _laid_out_alike(bundle)
         sums = np.zeros(2)
         numbers = map(ctypes.c_double, (float(keep), bundle.sign, bundle.l2))
-        where = ctypes.c_void_p(sums.ctypes.data)
-        self._call("estimate", taken, *taken.streams(), *numbers, int(first), int(guard), where)
+        gs, where = _pointers([item.g for item in items]), ctypes.c_void_p(sums.ctypes.data)
+        how = (int(first), int(guard), where)
+        self._call("estimate", places, places.x, places.d, gs, *numbers, *how)
         out += torch.from_numpy(sums)
-        if rest.items:
+        if rest is not None:
             PLAIN.estimate(rest, keep, out, first=first, guard=guard)
 
     def finite(self, tensors: list[Tensor]) -> bool:
         """Whether all numbers are; the tensors are dense and of one dtype."""
-        return self._call("probe", _Streams(tensors), _pointers(tensors)) == 0
+        return self._call("probe", _Places(tensors, []), _pointers(tensors)) == 0
 
-    def _call(self, name: str, taken: _Streams, *arguments: Any) -> int:
+    def _call(self, name: str, places: _Places, *arguments: Any) -> int:
         """Call a function of the library, by the dtype of the tensors, with their sizes."""
-        if not taken.xs:
+        if places.dtype is None:
             return 0
-        function = self.function(name, taken.xs[0].dtype)
-        return _checked(function(*taken.head, *arguments, torch.get_num_threads()))
+        function = self.function(name, places.dtype)
+        return _checked(function(*places.head, *arguments, torch.get_num_threads()))
 
     def function(self, name: str, dtype: torch.dtype) -> Any:
         """One of the library, for parameters of a dtype."""
@@ -476,8 +491,8 @@ class NativeUntuned:
         dtype, kind = items[0].x.dtype, items[0].buffers[0].dtype == torch.bfloat16
         self._step = native.function("untuned_bf16" if kind else "untuned", dtype)
         self._probe = native.function("probe", dtype)
-        self._xs = [item.x for item in items]
-        sizes = (ctypes.c_int64 * len(items))(*[x.numel() for x in self._xs])
+        xs = [item.x for item in items]
+        sizes = (ctypes.c_int64 * len(items))(*[x.numel() for x in xs])
         self._head = ctypes.c_int64(len(items)), sizes
         masters = [item.buffers[3] if len(item.buffers) > 3 else None for item in items]
         self._tail = (
@@ -485,12 +500,11 @@ class NativeUntuned:
             _pointers(masters),
             (ctypes.c_int64 * len(items))(*strides),
         )
-        self._x = _pointers(self._xs)
-        self._g: Any = None
+        self._x, self._g = _pointers(xs), _pointers([item.g for item in items])
 
-    def take(self, gs: Sequence[Tensor | None]) -> None:
+    def take(self, items: Sequence[Item]) -> None:
         """Be told where the gradients of this step are."""
-        self._g = _pointers(gs)
+        self._g = _pointers([item.g for item in items])
 
     def finite(self) -> bool:
         """Whether the gradients are."""
@@ -506,7 +520,6 @@ class NativeUntuned:
         tables = ctypes.c_void_p(numbers.ctypes.data), ctypes.c_void_p(out.ctypes.data)
         threads = torch.get_num_threads()
         _checked(self._step(*self._head, self._x, self._g, *self._tail, *tables, threads))
-        increment_version(self._xs)  # autograd has not seen it
 
 
 def _suits_native(bundle: Bundle) -> bool:
@@ -525,7 +538,8 @@ def suits_untuned(item: Item) -> bool:
         NATIVE is not None
         and x.device.type == "cpu"
         and x.dtype in _NATIVE_NAMES
-        and (x.dtype != torch.float64 or buffers[0].dtype == torch.float64)
+        and buffers[0].dtype == buffers[1].dtype
+        and buffers[0].dtype in _NATIVE_STATES[x.dtype]
         and g is not None
         and g.dtype == x.dtype
         and flat_views(x, g, *buffers[:2], *buffers[3:]) is not None
@@ -533,31 +547,18 @@ def suits_untuned(item: Item) -> bool:
     )
 
 
-class _Streams:
-    """Where tensors lie in memory, as the library wants to be told.
+class _Places:
+    """Where tensors lie in memory, as the library wants to be told; nothing of them is held.
 
     Args:
         xs: The parameters.
-        items: The same with their buffers and gradients.
+        ds: Their estimators.
     """
 
-    def __init__(self, xs: list[Tensor], items: Sequence[Item] = ()) -> None:
-        self.xs, self.items = xs, items
+    def __init__(self, xs: list[Tensor], ds: list[Tensor]) -> None:
+        self.dtype = xs[0].dtype if xs else None
         self.head = ctypes.c_int64(len(xs)), (ctypes.c_int64 * len(xs))(*[x.numel() for x in xs])
-        self._xd = (_pointers(xs), _pointers([item.buffers[0] for item in items])) if items else ()
-
-    def again(self, items: Sequence[Item]) -> _Streams:
-        """The same tensors, with other gradients."""
-        same = object.__new__(_Streams)
-        same.xs, same.items, same.head, same._xd = self.xs, items, self.head, self._xd
-        return same
-
-    def gradients(self) -> Any:
-        return _pointers([item.g for item in self.items])
-
-    def streams(self) -> tuple[Any, ...]:
-        """X, d and g."""
-        return (*self._xd, self.gradients())
+        self.x, self.d = _pointers(xs), _pointers(ds)
 
 
 def _pointers(tensors: Sequence[Tensor | None]) -> Any:
@@ -565,21 +566,25 @@ def _pointers(tensors: Sequence[Tensor | None]) -> Any:
     return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
-def _laid_out_alike(bundle: Bundle) -> tuple[_Streams, Bundle]:
-    """What is laid out alike, and the rest."""
+def _laid_out_alike(bundle: Bundle) -> tuple[_Places, list[Item], Bundle | None]:
+    """Where those tensors lie that are laid out alike, these, and the rest, if there is one."""
     if known := bundle.lists.get("native"):
-        return known[0].again(bundle.items), known[1]
-    taken = [item for item in bundle.items if _alike(item)]
-    rest = bundle.with_items([item for item in bundle.items if not _alike(item)])
-    streams = _Streams([item.x for item in taken], taken)
-    if not rest.items:
-        bundle.lists["native"] = streams.again(()), rest  # which holds no gradient
-    return streams, rest
+        return known, bundle.items, None
+    alike = list(map(_alike, bundle.items))
+    taken = [item for item, fits in zip(bundle.items, alike) if fits]
+    places = _Places([item.x for item in taken], [item.buffers[0] for item in taken])
+    if all(alike):
+        bundle.lists["native"] = places
+        return places, taken, None
+    rest = [item for item, fits in zip(bundle.items, alike) if not fits]
+    return places, taken, bundle.with_items(rest)
 
 
 def _alike(item: Item) -> bool:
     x, g, buffers, _ = item
     if g is not None and g.dtype != x.dtype:
+        return False
+    if (buffers[0].dtype, buffers[0].device) != (wide_dtype(x.dtype), x.device):
         return False
     tensors = (x, *buffers) if g is None else (x, g, *buffers)
     return all(t.is_contiguous() for t in tensors) or flat_views(*tensors) is not None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import is_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -109,13 +110,18 @@ class Views:
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = tuple(names)
-        self._known: tuple[Tensor, dict[str, Numbers]] | None = None
+        self._tensors: list[Tensor] = []
+        self._places: list[int] = []
+        self._arrays: dict[str, Numbers] = {}
 
     def of(self, run: State) -> dict[str, Numbers]:
-        """Made anew when the run's tensors are others, which all change at once."""
-        if self._known is None or self._known[0] is not run["step"]:
-            self._known = run["step"], {name: run[name].numpy() for name in self._names}
-        return self._known[1]
+        """Made anew when the run's tensors are others, or lie elsewhere (`share_memory_()`)."""
+        tensors = [run[name] for name in self._names]
+        places = [t.data_ptr() for t in tensors]
+        if places != self._places or not all(map(is_, tensors, self._tensors)):
+            self._tensors, self._places = tensors, places
+            self._arrays = {name: run[name].numpy() for name in self._names}
+        return self._arrays
 
 
 def encoded(identity: Mapping[str, Any]) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, islice
 from operator import attrgetter, is_
 from typing import Any, NamedTuple
 
@@ -95,58 +95,76 @@ def _local(t: Tensor) -> Tensor:
 
 
 class Kept:
-    """Tensors that are as they were in the step before, but for their gradients.
+    """Parameters that are as they were in the step before, but for their gradients.
 
-    To look whether they are costs less than to sort them anew. Gradients are not held: they are as
-    large as the model.
+    To look whether they are costs less than to sort them anew. Only the parameters are held, no
+    buffer and no gradient, so that whoever moves these elsewhere gets their memory back.
 
     Args:
         params: The parameters.
         items: As a pass has seen them.
+        states: Of all parameters.
         names: Of their buffers.
-
-    Attributes:
-        bare: The items without gradients.
     """
 
-    def __init__(self, params: list[Tensor], items: list[Item], names: Iterable[str]) -> None:
+    def __init__(
+        self,
+        params: list[Tensor],
+        items: list[Item],
+        states: dict[Tensor, State],
+        names: Iterable[str],
+    ) -> None:
+        counts = [len(item.buffers) for item in items]
         names = tuple(names)
-        self._params = params
-        self.bare = [item._replace(g=None) for item in items]
-        self._xs, _, self._buffers, self._states = zip(*items)
-        held = [(s, n, b) for s, bs in zip(self._states, self._buffers) for n, b in zip(names, bs)]
-        self._held = tuple(zip(*held))
-        self._dtypes = [x.dtype for x in self._xs]
-        self._strides = [x.stride() for x in self._xs]
-        self._tensors = [*params, *self._held[2]]
-        self._places = list(map(_data_ptr, self._tensors))
+        self._params, self._states = params, states
+        self._names = [name for count in counts for name in names[:count]]
+        self._owners = [i for i, count in enumerate(counts) for _ in range(count)]
+        self._counts = counts
+        self._alike = [(item.x.dtype, item.x.stride()) for item in items]
+        buffers = [b for item in items for b in item.buffers]
+        self._buffers = [(b.dtype, b.stride()) for b in buffers]
+        self._places = list(map(_data_ptr, [*params, *buffers]))
 
     @staticmethod
     def fits(params: list[Tensor], items: list[Item]) -> bool:
-        """Whether they can be kept: all have a gradient, and a place that can be asked for."""
-        return all(type(p) in _PLAIN and p.device.type in ("cpu", "cuda") for p in params) and all(
-            item.g is not None for item in items
+        """Whether they can be kept: each has a place, and a gradient that is laid out as it is."""
+        return all(
+            type(p) in _PLAIN
+            and not p.is_complex()
+            and p.device.type in ("cpu", "cuda")
+            and g is not None
+            and (g.dtype, g.stride()) == (x.dtype, x.stride())
+            for p, (x, g, _, _) in zip(params, items)
         )
 
     def renewed(self) -> list[Item] | None:
         """The items with the gradients of now; None if anything else has changed."""
-        gs = list(map(_grad, self._params))
-        states, names, buffers = self._held
-        # No loop of Python's own: this is done in every pass, for every tensor.
+        params = self._params
+        gs = list(map(_grad, params))
+        entries = list(map(self._states.__getitem__, params))
+        owners = map(entries.__getitem__, self._owners)
+        buffers: list[Any] = list(map(dict.get, owners, self._names))
+        # Few loops of Python's own: this is done in every pass, for every tensor.
         if (
             {*map(type, gs)} != {Tensor}
+            or not {*map(type, buffers)} <= {Tensor}
             or {*map(_layout, gs)} != {torch.strided}
-            or list(map(_dtype, gs)) != self._dtypes
-            or list(map(Tensor.stride, gs)) != self._strides
-            or not all(map(is_, map(dict.get, states, names), buffers))
+            or list(zip(map(_dtype, gs), map(Tensor.stride, gs))) != self._alike
+            or list(zip(map(_dtype, buffers), map(Tensor.stride, buffers))) != self._buffers
             # The same tensor may lie elsewhere: after `share_memory_()`, say.
-            or list(map(_data_ptr, self._tensors)) != self._places
+            or list(map(_data_ptr, [*params, *buffers])) != self._places
+            or any(map(Tensor.is_neg, gs))
             or torch._C._len_torch_dispatch_stack()  # somebody looks on
         ):
             return None
         if any(map(_requires_grad, gs)):
             gs = [g.detach() for g in gs]
-        return list(map(Item, self._xs, gs, self._buffers, self._states))
+        if len(buffers) == len(params):
+            of_each: Iterable[tuple[Tensor, ...]] = zip(buffers)
+        else:
+            each = iter(buffers)
+            of_each = [tuple(islice(each, count)) for count in self._counts]
+        return list(map(Item, params, gs, of_each, entries))
 
 
 class Roster:
@@ -155,7 +173,6 @@ class Roster:
     Attributes:
         members: The parameters, and where they belong.
         params: The parameters alone.
-        buffers: What each has in its state, by name.
         devices: Where all parameters are, trainable or not.
         sizes: The number of trainable elements in each bucket.
         process_groups: All that norms are summed over, in the same order on every rank.
@@ -171,7 +188,7 @@ class Roster:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
         self._frozen = [p for p in everyone if not p.requires_grad]
-        self._states, self.buffers = states, buffers
+        self._states, self._buffers = states, buffers
         self.members: list[Member] = []
         self.params = [p for p in everyone if p.requires_grad]
         self.devices = list(dict.fromkeys(p.device for p in everyone))
@@ -246,12 +263,13 @@ class Roster:
                 )
             if g is not None:
                 g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
+                g = g.resolve_neg()  # the native passes see memory, not what torch makes of it
             yield member, g, joined != JOINED
 
     def item(self, member: Member, g: Tensor | None) -> Item:
         """A parameter as a pass sees it."""
         state = self._states[member.p]
-        buffers = tuple([_local(state[name]) for name in self.buffers if name in state])
+        buffers = tuple([_local(state[name]) for name in self._buffers if name in state])
         return Item(_local(member.p), g, buffers, state)
 
     def bundles(self) -> list[Bundle]:
@@ -289,12 +307,15 @@ class Roster:
             bundle.joining or not Kept.fits(params[key], bundle.items)
             for key, bundle in found.items()
         ):
-            names = tuple(self.buffers)
             self._kept = [
-                (bundle.with_items([]), Kept(params[key], bundle.items, names))
+                (bundle.with_items([]), self.kept(params[key], bundle.items))
                 for key, bundle in found.items()
             ]
         return bundles
+
+    def kept(self, params: list[Tensor], items: list[Item]) -> Kept:
+        """Members, to be looked at again in the next step."""
+        return Kept(params, items, self._states, self._buffers)
 
     def _same_bundles(self) -> list[Bundle] | None:
         """Those of the last pass with new gradients, if nothing else has changed."""
