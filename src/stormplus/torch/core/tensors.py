@@ -120,7 +120,10 @@ class Kept:
         self._names = [name for count in counts for name in names[:count]]
         self._owners = [i for i, count in enumerate(counts) for _ in range(count)]
         self._counts = counts
-        self._alike = [(item.x.dtype, item.x.stride()) for item in items]
+        self._dtypes = [item.x.dtype for item in items]
+        self._strides = [item.x.stride() for item in items]
+        # The stride of a dimension of size 1 says nothing, and gradients have any there.
+        self._contiguous = all(item.x.is_contiguous() for item in items)
         buffers = [b for item in items for b in item.buffers]
         self._buffers = [(b.dtype, b.stride()) for b in buffers]
         self._places = list(map(_data_ptr, [*params, *buffers]))
@@ -133,7 +136,8 @@ class Kept:
             and not p.is_complex()
             and p.device.type in ("cpu", "cuda")
             and g is not None
-            and (g.dtype, g.stride()) == (x.dtype, x.stride())
+            and g.dtype == x.dtype
+            and (g.stride() == x.stride() or (g.is_contiguous() and x.is_contiguous()))
             for p, (x, g, _, _) in zip(params, items)
         )
 
@@ -149,7 +153,8 @@ class Kept:
             {*map(type, gs)} != {Tensor}
             or not {*map(type, buffers)} <= {Tensor}
             or {*map(_layout, gs)} != {torch.strided}
-            or list(zip(map(_dtype, gs), map(Tensor.stride, gs))) != self._alike
+            or list(map(_dtype, gs)) != self._dtypes
+            or not self._laid_out_as_before(gs)
             or list(zip(map(_dtype, buffers), map(Tensor.stride, buffers))) != self._buffers
             # The same tensor may lie elsewhere: after `share_memory_()`, say.
             or list(map(_data_ptr, [*params, *buffers])) != self._places
@@ -165,6 +170,11 @@ class Kept:
             each = iter(buffers)
             of_each = [tuple(islice(each, count)) for count in self._counts]
         return list(map(Item, params, gs, of_each, entries))
+
+    def _laid_out_as_before(self, gs: list[Tensor]) -> bool:
+        if self._contiguous and all(map(Tensor.is_contiguous, gs)):
+            return True
+        return list(map(Tensor.stride, gs)) == self._strides
 
 
 class Roster:
@@ -263,7 +273,8 @@ class Roster:
                 )
             if g is not None:
                 g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
-                g = g.resolve_neg()  # the native passes see memory, not what torch makes of it
+                if g.is_neg():  # the native passes see memory, not what torch makes of it
+                    g = g.resolve_neg()
             yield member, g, joined != JOINED
 
     def item(self, member: Member, g: Tensor | None) -> Item:
