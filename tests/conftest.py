@@ -29,10 +29,16 @@ def differs(name, pinned):
         return False
 
 
-def pytest_configure(config):
+def filters():
+    """None on the pinned versions. The later one wins."""
     # An older or newer library deprecates things, in its own code or where a test calls it. What
-    # the package itself calls or says stays an error. The later filter wins.
+    # the package itself calls or says stays an error.
     if any(differs(name, pinned) for name, pinned in pins().items()):
         for warning in THEIRS:
-            config.addinivalue_line("filterwarnings", f"ignore:{warning}")
-            config.addinivalue_line("filterwarnings", f"error:{warning}:stormplus")
+            yield f"ignore:{warning}"
+            yield f"error:{warning}:stormplus"
+
+
+def pytest_configure(config):
+    for line in filters():
+        config.addinivalue_line("filterwarnings", line)

@@ -13,7 +13,6 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 BENCH = tomllib.loads((ROOT / "benchmark" / "pyproject.toml").read_text())["project"]
 TOOL = runpy.run_path(str(ROOT / "tools" / "environments.py"))
 ROWS = json.loads((ROOT / "docs" / "results" / "versions.json").read_text())
-CONSTRAINTS = (ROOT / "constraints.txt").read_text().split()
 PINNED = "3.11"  # what `make test` runs on
 # Where each extra was run at its floors: the library's in the oldest environment.
 FLOORS = dict.fromkeys(TOOL["LIBRARY"], "oldest") | {
@@ -21,10 +20,6 @@ FLOORS = dict.fromkeys(TOOL["LIBRARY"], "oldest") | {
     for name, environment in TOOL["ENVIRONMENTS"].items()
     for extra in environment.trainers + environment.alone
 }
-
-
-# Lightning 2.4 does not pass the tests of resumed runs: the floor is the pinned version.
-NEWER = {"lightning": "lightning"}
 
 
 def padded(version):
@@ -52,14 +47,9 @@ def test_a_floor_is_the_version_that_was_run(extra):
         assert padded(ran[name]) == padded(floor), name
 
 
-@pytest.mark.parametrize(("extra", "name"), NEWER.items())
-def test_a_floor_that_is_higher_is_the_pinned_version(extra, name):
-    assert f"{name}=={TOOL['requirements'](extra)[0].split('>=')[1]}" in CONSTRAINTS
-
-
 def test_every_extra_of_users_is_looked_at():
     development = {"docs", "test", "trainers"}
-    assert {*FLOORS, *NEWER, *development} - {""} == set(PROJECT["optional-dependencies"])
+    assert {*FLOORS, *development} - {""} == set(PROJECT["optional-dependencies"])
 
 
 def test_the_classifiers_are_the_pythons_that_were_run():

@@ -72,4 +72,17 @@ def test_gradients_are_clipped_once(method):
 def test_before_explicit_axes_nothing_is_sharded_by_them(monkeypatch):
     jax = pytest.importorskip("jax")
     monkeypatch.delattr(jax, "typeof", raising=False)
-    assert not versions.explicitly_sharded(jax.numpy.ones(3))
+    assert versions.explicit_mesh(jax.numpy.ones(3)) is None
+
+
+def test_before_explicit_axes_untuned_asks_for_none(monkeypatch):
+    jax, untuned = pytest.importorskip("jax"), pytest.importorskip("stormplus.jax").untuned
+    monkeypatch.delattr(jax, "typeof", raising=False)
+    params = {"w": jax.numpy.ones((2, 3)), "b": jax.numpy.ones(())}
+    assert untuned().init(params).origin.shape == (7,)
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_the_order_of_a_resumed_epoch(newer):
+    loop = SimpleNamespace(is_resuming=True) if newer else SimpleNamespace()
+    assert versions.order_is_drawn_again(SimpleNamespace(fit_loop=loop)) is not newer

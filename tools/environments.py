@@ -28,7 +28,8 @@ PAGE = ROOT / "docs" / "versions.md"
 
 LIBRARY = ("", "torch", "jax", "theory")  # the extras that the optimizers' tests need; "" is none
 TRAINERS = (
-    "accelerate", "keras", "mlflow", "pytorch-optimizer", "skorch", "tensorboard", "wandb",
+    "accelerate", "keras", "lightning", "mlflow", "pytorch-optimizer", "skorch", "tensorboard",
+    "wandb",
 )  # fmt: skip
 # They ask for torchvision, which the parts used here never import: without dependencies.
 ALONE = ("fastai", "timm")

@@ -48,11 +48,14 @@ def part_names(group: dict[str, Any]) -> None:
         group["param_names"], group["params"] = map(list, zip(*params))
 
 
-def explicitly_sharded(array: jax.Array) -> bool:
-    """Whether axes of a mesh with explicit axes lie over an array. jax 0.6 can always say."""
+def explicit_mesh(array: jax.Array) -> Any:
+    """The mesh whose explicit axes lie over an array, or None. jax 0.6 can always say."""
     import jax
 
-    return hasattr(jax, "typeof") and any(jax.typeof(array).sharding.spec)
+    if not hasattr(jax, "typeof"):
+        return None
+    sharding = jax.typeof(array).sharding
+    return sharding.mesh if any(sharding.spec) else None
 
 
 def clip_gradients(trainer: Any, model: Any) -> None:
@@ -61,3 +64,8 @@ def clip_gradients(trainer: Any, model: Any) -> None:
         trainer._clip_grad_norm(model)
     else:
         trainer.accelerator.clip_grad_norm_(model.parameters(), trainer.args.max_grad_norm)
+
+
+def order_is_drawn_again(trainer: Any) -> bool:
+    """Whether a resumed epoch of Lightning's draws its order twice. Lightning 2.5.3 does not."""
+    return not hasattr(trainer.fit_loop, "is_resuming")

@@ -2,7 +2,6 @@
 
 import re
 import sys
-import tomllib
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -18,6 +17,7 @@ from lightning.pytorch.callbacks import (
 from lightning.pytorch.loggers.logger import Logger
 from lightning.pytorch.plugins.precision import Precision
 from lightning_cases import (
+    SAFELY,
     Manual,
     Module,
     Recorder,
@@ -297,7 +297,7 @@ def unseeded(folder, make_loader, every, step=None, accumulate=1, generators=())
         StormPlusCallback(), saver, recorder, epochs=EPOCHS, enable_checkpointing=True,
         accumulate_grad_batches=accumulate,
     )  # fmt: skip
-    fit.fit(module, make_loader(), ckpt_path=path, weights_only=True)
+    fit.fit(module, make_loader(), ckpt_path=path, **SAFELY)
     assert fit.global_step == EPOCHS * BATCHES // accumulate
     return recorder.run
 
@@ -491,6 +491,7 @@ def test_without_its_callback_the_iterate_is_saved_and_one_warning_says_so(
 
 
 def test_lightning_adds_the_watch_by_itself(monkeypatch, tmp_path, recwarn):
+    tomllib = pytest.importorskip("tomllib" if sys.version_info >= (3, 11) else "tomli")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
     def entry_points(group):  # as they are once the package is installed

@@ -76,5 +76,6 @@ def test_wandb(tmp_path, monkeypatch):
 
 
 def test_the_example_runs(tmp_path):
+    pytest.importorskip("tensorboard")
     out = run_example("tensorboard_diagnostics.py", "--samples", 9, "--out", tmp_path)
     assert "9 samples logged" in out

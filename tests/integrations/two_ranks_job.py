@@ -1,6 +1,8 @@
 """One rank of a DDP run; started twice by `test_two_ranks.py`."""
 
+import builtins
 import os
+import runpy
 import sys
 import warnings
 from pathlib import Path
@@ -67,7 +69,7 @@ def resume(folder, _):
     """Where the random streams of this rank stand after resuming, when training starts."""
     from lightning.pytorch import Callback
     from lightning.pytorch.strategies import DDPStrategy
-    from lightning_cases import Module, Recorder, loader, trainer
+    from lightning_cases import SAFELY, Module, Recorder, loader, trainer
 
     from stormplus.integrations.lightning import StormPlusCallback
 
@@ -84,12 +86,15 @@ def resume(folder, _):
     )  # fmt: skip
     module = Module(seeded=False)
     torch.manual_seed(100 + int(os.environ["LOCAL_RANK"]))
-    fit.fit(module, loader(8), ckpt_path=str(Path(folder) / "alone.ckpt"), weights_only=True)
+    fit.fit(module, loader(8), ckpt_path=str(Path(folder) / "alone.ckpt"), **SAFELY)
     return recorder.run, {"streams": streams[0], "steps": fit.global_step}
 
 
 def main(folder, kind, accumulate):
     warnings.simplefilter("error")
+    for line in runpy.run_path(str(Path(__file__).parents[1] / "conftest.py"))["filters"]():
+        action, message, category, module = [*line.split(":"), ""][:4]
+        warnings.filterwarnings(action, message, getattr(builtins, category), module)
     warnings.filterwarnings("ignore", ".*does not have many workers")
     warnings.filterwarnings("ignore", ".*isinstance.treespec, LeafSpec")
     warnings.filterwarnings("ignore", ".*sync_dist=True")

@@ -78,7 +78,7 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
     factors = np.array([1.0, -0.5, 2.0, 0.0, 1.0], np.float32)
     samples = jnp.asarray(np.outer(factors, g))
     x, state = walk("untuned", samples, jnp.asarray(x1), grad=the_sample)
-    expected = untuned_run(lambda k, x: [factors[k] * np.float64(g)], [x1], len(factors))[-1]
+    expected = untuned_run(lambda k, x: [factors[k] * g.astype(np.float64)], [x1], len(factors))[-1]
     got = {"x": x, "s": state.unit, "z": fast(x, state), "average": averaged(state, x)}
     for key, value in got.items():
         np.testing.assert_allclose(value, expected[key][0], rtol=1e-5)

@@ -12,6 +12,10 @@ from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, make, netwo
 from stormplus import StormPlus, Untuned
 from stormplus.integrations.lightning import StormPlusCallback, UntunedCallback
 from stormplus.torch import PairedOptimizer
+from stormplus.versions import release
+
+# Older ones load a checkpoint as torch does by default, and take no such argument.
+SAFELY = {"weights_only": True} if release("lightning") >= (2, 6) else {}
 
 
 class Module(LightningModule):
@@ -136,7 +140,7 @@ def fit(
     )  # fmt: skip
     module = Module(dtype, kind, schedule, lr=lr)
     setup(module.net)
-    made.fit(module, loader(dtype=dtype), ckpt_path=resume, weights_only=True)
+    made.fit(module, loader(dtype=dtype), ckpt_path=resume, **SAFELY)
     recorder.run.trainer, recorder.run.scaler = made, plugin and plugin.scaler
     return recorder.run
 
@@ -179,7 +183,7 @@ def untuned(folder, *callbacks, resume=None, epochs=EPOCHS, callback=None, **opt
     )  # fmt: skip
     module = run.module = ValidatedModule(kind=Untuned)
     rows = loader()
-    run.trainer.fit(module, rows, rows, ckpt_path=resume, weights_only=True)
+    run.trainer.fit(module, rows, rows, ckpt_path=resume, **SAFELY)
     run.trainer.save_checkpoint(folder / f"step={run.trainer.global_step}.ckpt")
     run.saved = {
         int(path.stem.split("=")[1]): weights_of(path) for path in folder.glob("step=*.ckpt")

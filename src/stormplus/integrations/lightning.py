@@ -20,6 +20,7 @@ from stormplus.install import how_to
 from stormplus.integrations.replay import Replay
 from stormplus.integrations.untuned import FORGOTTEN, Average
 from stormplus.torch import PairedOptimizer, Untuned
+from stormplus.versions import order_is_drawn_again
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
@@ -176,6 +177,10 @@ class StormPlusCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._rewind(trainer)  # before the order of the next epoch is drawn
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if order_is_drawn_again(trainer):
+            self._rewind(trainer)
 
     def _rewind(self, trainer: Trainer) -> None:
         if self._resumed is None:

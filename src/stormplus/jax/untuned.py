@@ -37,6 +37,7 @@ from stormplus.jax.core.trees import (
     widened,
 )
 from stormplus.rules import INTERPOLATION, Sum
+from stormplus.versions import explicit_mesh
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -418,10 +419,9 @@ def _sample(leaf: jax.Array) -> jax.Array:
     By their indices: a leaf that is sharded is not flattened for them.
     """
     leaf = leaf if leaf.ndim else leaf[None]
-    sharding = jax.typeof(leaf).sharding
-    # On a mesh with explicit axes the outcome's sharding must be said.
-    whole = NamedSharding(sharding.mesh, _WHOLE) if any(sharding.spec) else None
-    return leaf.at[_coordinates(leaf.shape)].get(out_sharding=whole)
+    mesh, at = explicit_mesh(leaf), leaf.at[_coordinates(leaf.shape)]
+    # On a mesh with explicit axes the outcome's sharding must be said; jax 0.4 takes no such word.
+    return at.get() if mesh is None else at.get(out_sharding=NamedSharding(mesh, _WHOLE))
 
 
 @functools.lru_cache(maxsize=1024)

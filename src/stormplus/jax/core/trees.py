@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.versions import explicitly_sharded
+from stormplus.versions import explicit_mesh
 
 PyTree: TypeAlias = Any
 # A tree (or a prefix of one, or a function of the parameters that returns either).
@@ -185,7 +185,7 @@ def _sum_of_squares(leaves: Sequence[jax.Array], dtype: Any) -> jax.Array:
 
 def _joinable(leaf: jax.Array) -> bool:
     # On a mesh with explicit axes, arrays sharded in different ways do not concatenate.
-    return leaf.size <= _SMALL and not explicitly_sharded(leaf)
+    return leaf.size <= _SMALL and explicit_mesh(leaf) is None
 
 
 def per_leaf(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
