@@ -96,7 +96,8 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
     gradients = [p.grad for p in params if p.grad is not None]
     for _ in range(max(rounds, min(500, round(0.01 * rounds / again)))):
         for label in order.sample(list(runs), len(runs)):
-            torch._foreach_mul_(gradients, 1.0)
+            for g in gradients:
+                g.mul_(1.0)
             times[label].append(_seconds(runs[label]))
 
     def ratio(label: str, other: str) -> float:
