@@ -194,8 +194,9 @@ class PairedOptimizer(BaseOptimizer):
         if self._check_finite:
             self._probe(bundles, roster)
         self._run["phase"] = START  # a pass that is interrupted leaves no estimator
+        now = self._now()
         for bundle in bundles:  # Alg. 1, line 4, and the bracket of line 6
-            kernels_for(bundle).move(bundle, self._alpha(bundle))
+            kernels_for(bundle).move(bundle, self._alpha(bundle, now))
         self._run["phase"] = PENDING
         self._run["grad_evaluations"] += 1
         self.pending_streams = None  # unless somebody knows better: see `same_sample`
@@ -212,16 +213,16 @@ class PairedOptimizer(BaseOptimizer):
             raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
         phase = run["phase"]
         run["phase"] = START  # a pass that is interrupted leaves no estimator
-        totals = Totals(2, roster, run["step"])
+        totals, now = Totals(2, roster, run["step"]), self._now()
         for bundle in bundles:  # Alg. 1, line 6, or line 1
             kernels_for(bundle).estimate(
                 bundle,
-                self._keep(bundle),
+                self._keep(bundle, now),
                 totals.room(bundle),
                 first=phase == START or bundle.joining,
                 guard=self._check_finite,
             )
-        now, squares = self._now(), totals.sum()
+        squares = totals.sum()
         on_host = now is not run
         with np.errstate(all="ignore"):  # what is not finite is found below
             new = self._next_numbers(now, squares.numpy() if on_host else squares, roster)
@@ -231,7 +232,7 @@ class PairedOptimizer(BaseOptimizer):
         if self._check_finite and not bool(finite.all()):  # waits for the device
             if phase != START:
                 for bundle in (bundle for bundle in bundles if not bundle.joining):
-                    undo_estimate(bundle, self._keep(bundle))
+                    undo_estimate(bundle, self._keep(bundle, now))
             run["phase"] = phase
             self._tell("failed")
             raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[phase == START]}")
@@ -278,9 +279,9 @@ class PairedOptimizer(BaseOptimizer):
             "sum_d_sq_over_a_lost": sums.sum_d_sq_over_a.lost,
         }
 
-    def _alpha(self, bundle: Bundle) -> Number:
+    def _alpha(self, bundle: Bundle, run: State) -> Number:
         """The factor of d in the move."""
-        run, bucket = self._now(), bundle.bucket
+        bucket = bundle.bucket
         eta, d_sq = run["step_size"][bucket], run["estimator_norm_sq"][bucket]
         lr, bound = bundle.group["lr"], bundle.group["max_move"]
         # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis. And
@@ -295,9 +296,9 @@ class PairedOptimizer(BaseOptimizer):
             scaled = torch.minimum(scaled, bound / d_sq.sqrt())
         return scaled.to(bundle.device, non_blocking=True)
 
-    def _keep(self, bundle: Bundle) -> Number:
+    def _keep(self, bundle: Bundle, run: State) -> Number:
         """The factor of the innovation in the estimate, 1 - a."""
-        keep = 1 - self._now()["gain"][bundle.bucket]
+        keep = 1 - run["gain"][bundle.bucket]
         if isinstance(keep, Tensor):
             return keep.to(bundle.device, non_blocking=True)
         return float(keep)

@@ -430,7 +430,8 @@ class Native:
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
         places, items, rest = _laid_out_alike(bundle)
-        numbers = (float(alpha), bundle.sign, bundle.l2, bundle.decoupled)
+        sign, l2, decoupled = bundle.objective
+        numbers = (float(alpha), sign, l2, decoupled)
         gs = _pointers([item.g for item in items])
         self._call("move", places, places.x, places.d, gs, *map(ctypes.c_double, numbers))
         if items:  # autograd has not seen it
@@ -443,7 +444,8 @@ class Native:
     ) -> None:
         places, items, rest = _laid_out_alike(bundle)
         sums = np.zeros(2)
-        numbers = map(ctypes.c_double, (float(keep), bundle.sign, bundle.l2))
+        sign, l2, _ = bundle.objective
+        numbers = map(ctypes.c_double, (float(keep), sign, l2))
         gs, where = _pointers([item.g for item in items]), ctypes.c_void_p(sums.ctypes.data)
         how = (int(first), int(guard), where)
         self._call("estimate", places, places.x, places.d, gs, *numbers, *how)

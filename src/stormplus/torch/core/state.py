@@ -14,9 +14,8 @@ saved state is put back as it was saved.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from operator import is_
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -97,31 +96,6 @@ class Buffer:
 
 
 Buffers = Mapping[str, Buffer]
-
-
-class Views:
-    """The run's numbers as NumPy arrays that share their memory, where that is the host's.
-
-    Arithmetic on a few numbers is several times as fast there as on tensors.
-
-    Args:
-        names: Of the numbers.
-    """
-
-    def __init__(self, names: Iterable[str]) -> None:
-        self._names = tuple(names)
-        self._tensors: list[Tensor] = []
-        self._places: list[int] = []
-        self._arrays: dict[str, Numbers] = {}
-
-    def of(self, run: State) -> dict[str, Numbers]:
-        """Made anew when the run's tensors are others, or lie elsewhere (`share_memory_()`)."""
-        tensors = [run[name] for name in self._names]
-        places = [t.data_ptr() for t in tensors]
-        if places != self._places or not all(map(is_, tensors, self._tensors)):
-            self._tensors, self._places = tensors, places
-            self._arrays = {name: run[name].numpy() for name in self._names}
-        return self._arrays
 
 
 def encoded(identity: Mapping[str, Any]) -> Tensor:

@@ -62,19 +62,26 @@ class Bundle:
         )
 
     @property
+    def objective(self) -> tuple[float, float, float]:
+        """What is minimized: -1 to maximize, weight decay as a part of it, and beside it."""
+        sign = -1.0 if self.group["maximize"] else 1.0
+        decay = float(self.group["weight_decay"])
+        return (sign, 0.0, decay) if self.group["decoupled_weight_decay"] else (sign, decay, 0.0)
+
+    @property
     def sign(self) -> float:
         """-1 to maximize."""
-        return -1.0 if self.group["maximize"] else 1.0
+        return self.objective[0]
 
     @property
     def l2(self) -> float:
         """Weight decay as a part of the objective."""
-        return 0.0 if self.group["decoupled_weight_decay"] else float(self.group["weight_decay"])
+        return self.objective[1]
 
     @property
     def decoupled(self) -> float:
         """Weight decay beside it."""
-        return float(self.group["weight_decay"]) if self.group["decoupled_weight_decay"] else 0.0
+        return self.objective[2]
 
 
 class Member(NamedTuple):
