@@ -55,9 +55,13 @@ LOST = (
 
 
 def missing(frame: pd.DataFrame) -> str:
-    """Which workloads have no rows yet."""
-    absent = [name for name in TIERS["long"] if name not in set(frame["workload"])]
-    return f"Not run yet: {', '.join(absent)}." if absent else ""
+    """Which workloads have no rows yet, and which have some settings with fewer seeds."""
+    seeds = frame.groupby(["workload", "method", "lr"])["seed"].nunique()
+    fewest = seeds.groupby("workload").min()
+    absent = [name for name in TIERS["long"] if name not in fewest]
+    partly = [name for name in TIERS["long"] if fewest.get(name, np.inf) < seeds.max()]
+    told = {"Not run yet": absent, "Not with every seed yet": partly}
+    return " ".join(f"{title}: {', '.join(names)}." for title, names in told.items() if names)
 
 
 def lost(frame: pd.DataFrame) -> pd.DataFrame:

@@ -156,6 +156,7 @@ def test_what_is_lost_is_a_part_of_the_possible_decrease(script):
     assert found[workload].to_dict() == {"Adam": "0.0", "Untuned": "50.0"}
     text = script.report(frame)
     assert "Not run yet: " in text
+    assert f"Not with every seed yet: {workload}." in text  # Adam has one
     assert "vit-cifar10" in text.split("Not run yet: ")[1].splitlines()[0]
     assert f"#### {workload}\n" in text
 
