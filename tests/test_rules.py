@@ -146,10 +146,13 @@ def test_untuned_scales_by_hand():
 
 
 def test_untuned_steps_by_hand():
-    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a sixtieth of 12 is 0.2
-    assert rules.untuned_step_size(3.0, 8.0, 100.0) == pytest.approx(1, rel=1e-15)
-    assert rules.untuned_step_size(0.01, 0.0, 1.0) == 0.01
-    assert rules.untuned_step_size(3.0, 8.0, 12.0) == pytest.approx(0.2, rel=1e-15)
+    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a sixtieth of 12 is 0.2, and with
+    # evidence of 2 three times that
+    assert rules.untuned_step_size(3.0, 8.0, 100.0, 0.0) == pytest.approx(1, rel=1e-15)
+    assert rules.untuned_step_size(0.01, 0.0, 1.0, 0.0) == 0.01
+    assert rules.untuned_step_size(3.0, 8.0, 12.0, 0.0) == pytest.approx(0.2, rel=1e-15)
+    assert rules.untuned_step_size(3.0, 8.0, 12.0, 2.0) == pytest.approx(0.6, rel=1e-15)
+    assert rules.untuned_step_size(3.0, 8.0, 12.0, 1e9) == pytest.approx(1, rel=1e-15)
     assert [rules.counted_step(square) for square in (0.0, 0.25, 1.0, 7.0)] == [0, 0.25, 1, 1]
     assert [rules.unit_weight(t) for t in (1, 4, 28)] == [1, 0.5, 0.1]  # 3 / (t + 2)
     assert [rules.average_weight(t) for t in (1, 10, 82)] == [1, 0.5, 0.1]  # 9 / (t + 8)
@@ -159,6 +162,62 @@ def test_untuned_steps_by_hand():
     assert rules.decay_factor(0.1, 0.08, 0.5, 2.0) == pytest.approx(0.002, rel=1e-15)
     assert rules.decay_factor(1e9, 0.02, 0.5, 0.5) == 1
     assert rules.decay_factor(0.0, 0.02, 0.5, 0.5) == 0
+
+
+NO_WALK = 1e-30
+
+
+def test_agreement_by_hand():
+    def agreement(moved, walk, counted=9.0):
+        arrays = (np.array([float(v)]) for v in (moved, walk, counted))
+        return float(rules.least_agreement(*arrays, np.array([True])))
+
+    # Nine steps of 2: in one direction they lead to 18, at random to 2 sqrt(9) = 6.
+    assert agreement(18, 9 * 2**2) == 8
+    assert agreement(6, 9 * 2**2) == 0
+    assert agreement(0, 9 * 2**2) == 0  # and never below
+    assert agreement(0, NO_WALK, 0) == agreement(0, NO_WALK) == 0
+    assert agreement(1, NO_WALK, 0) == 0  # weight decay alone
+
+
+@pytest.mark.parametrize(
+    ("ratio", "counted", "axes", "least"),
+    [
+        ([5, 2, 3], [1, 1, 1], [2, 4, 2], 1),
+        ([5, 2, 3], [1, 1, 1], [2, 1, 2], 2),  # a vector has no say
+        ([5, 2, 3], [1, 0, 1], [2, 2, 2], 2),  # nor has what has not moved
+        ([5, 2, 3], [1, 1, 1], [1, 0, 1], 1),  # unless there is no matrix
+        ([5, 2, 3], [0, 1, 1], [2, 1, 1], 0),  # one that never moves is no evidence
+        ([0, 0, 0], [0, 0, 0], [2, 2, 1], 0),  # before the first step
+        ([5, math.inf, math.nan], [1, 1, 1], [2, 2, 2], 4),  # their owners are told another way
+        ([], [], [], 0),
+    ],
+)
+def test_the_least_agreement_by_hand(ratio, counted, axes, least):
+    moved = np.sqrt(np.array(ratio, float))
+    arrays = [moved, np.ones(len(moved)), np.array(counted, float)]
+    arrays.append(np.array(rules.asked(axes), bool))
+    assert rules.least_agreement(*arrays) == pytest.approx(least, abs=1e-14)
+    jnp = pytest.importorskip("jax.numpy")
+    found = rules.least_agreement(*map(jnp.asarray, arrays))
+    assert float(found) == pytest.approx(least, abs=1e-6)
+
+
+def test_noise_is_no_evidence_and_a_direction_is():
+    """A walk of a thousand coordinates, with a tenth of signal in its squared steps, or none."""
+    noise = np.random.default_rng(0).standard_normal((300, 1000))
+    for signal, low, high in ((0.0, 0.0, 0.1), (0.3, 20.0, 30.0)):
+        moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1))
+        walk = np.cumsum(np.mean((noise + signal) ** 2, 1))
+        asked = np.array([True])
+        found = [
+            float(rules.least_agreement(*(np.array([v]) for v in (moved[t], walk[t], 1.0)), asked))
+            for t in range(300)
+        ]
+        # By hand: t^2 signal^2 + t, over t (1 + signal^2), less 1, is (t - 1) times this.
+        expected = np.arange(300) * signal**2 / (1 + signal**2)
+        np.testing.assert_allclose(found, expected, atol=0.15 + 0.1 * expected.max())
+        assert low <= found[-1] <= high
 
 
 def test_the_unit_holds_a_coordinate_within_a_root_of_the_steps():
@@ -202,7 +261,7 @@ def test_untuned_formulas_are_the_same_in_every_framework():
     for formula, arguments in (
         (rules.distance_ceiling, (a, b)),
         (rules.next_distance, (a, b, c)),
-        (rules.untuned_step_size, (a, b, c)),
+        (rules.untuned_step_size, (a, b, c, a)),
         (rules.counted_step, (a,)),
         (rules.decay_factor, (a, b, natural, c)),
     ):

@@ -17,7 +17,7 @@ three classes; there is no second copy of a formula.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -237,14 +237,48 @@ def next_distance(r: Scalar, measured: Scalar, ceiling: Scalar) -> Scalar:
     return _smaller(_larger(r, measured), ceiling)
 
 
-def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar) -> Scalar:
+def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar, evidence: Scalar) -> Scalar:
     """The step in units of s: r over the root of the steps so far.
 
     The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the
-    gradients does not go down with t. No step is larger than the first one: however fast r grows,
-    a layer whose coordinates all move in one direction must have time to answer.
+    gradients does not go down with t. And no step is larger than the first one, until there is
+    evidence that the steps agree: however fast r grows, a layer whose coordinates all move in one
+    direction must have time to answer.
+
+    Args:
+        r: The distance.
+        counted: The steps so far.
+        ceiling: The tensor's scale.
+        evidence: The sum over the counted steps of the square of `least_agreement`.
     """
-    return _smaller(r * (1 + counted) ** (-1 / 2), first_distance(ceiling))
+    return _smaller(r * (1 + counted) ** (-1 / 2), first_distance(ceiling) * (1 + evidence))
+
+
+def least_agreement(moved: Any, walk: Any, counted: Any, asked: Any) -> Any:
+    """How well the steps so far agree in the tensor where they do so least.
+
+    The square of how far it has come, over that of a random walk with steps of the same sizes,
+    less 1: it is 0 if the steps look like noise, and t - 1 if all are equal.
+
+    One number for all tensors: under softmax the last layer drifts along a direction that no loss
+    feels, which looks like agreement, while the layers below it see nothing but noise.
+
+    Args:
+        moved: How far each tensor has come; all are arrays, of NumPy or jax.
+        walk: The square of how far the random walk would have come, never 0.
+        counted: How many steps it has counted. One without any is not asked.
+        asked: The matrices; or all tensors, if no matrix is among them.
+    """
+    most = 1e20
+    ratio = moved**2 / walk
+    least = ratio.min(where=asked & (ratio < counted * most), initial=most)  # nan is not below
+    return _larger(least - 1, 0.0) * (least < most)
+
+
+def asked(axes: Sequence[int]) -> list[bool]:
+    """Whom `least_agreement` asks, by how many axes each tensor has."""
+    matrices = [n > 1 for n in axes]
+    return matrices if any(matrices) else [True] * len(matrices)
 
 
 def counted_step(mean_square: Scalar) -> Scalar:

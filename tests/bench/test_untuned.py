@@ -151,12 +151,15 @@ def runaway(gradient=lambda t: torch.ones(10), steps=300, **options):
 
 
 def test_each_variant_lets_go_of_what_its_name_says():
-    r, step, _ = runaway()
+    r, step, _ = runaway(fixed=True)
     assert r == 1
-    bound = rules.untuned_step_size(1e9, 0, 1.0)  # of a scale of 1
+    bound = rules.untuned_step_size(1e9, 0, 1.0, 0.0)  # of a scale of 1
     assert step == pytest.approx(bound, rel=1e-4)
     assert runaway(ceiling=False)[0] > 2
     assert runaway(bounded=False)[1] > 2 * bound
+
+    # Gradients that all point one way are evidence.
+    assert runaway()[1] > 2 * bound
 
     # One r for all: a small tensor steps as far as a large one.
     xs = [torch.nn.Parameter(size * torch.ones(4)) for size in (1.0, 100.0)]

@@ -90,6 +90,24 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
         assert (np.asarray(x) != x1).all()
 
 
+@pytest.mark.usefixtures("x64")
+def test_the_evidence_is_the_oracles():
+    """Gradients that agree let the steps go, in all leaves together; a vector has no say."""
+    shapes, steps = ((3, 5), (5, 4), (4,)), 40
+    rng = np.random.default_rng(0)
+    rows = [[0.5 * rng.standard_normal(s) + (len(s) > 1) for s in shapes] for _ in range(steps + 1)]
+    start = [rng.standard_normal(shape) for shape in shapes]
+    expected = untuned_run(lambda k, _: rows[k], start, steps + 1, inputs_last=True, lr=0.7)
+    x, state = walk("untuned", rows[:-1], start, grad=the_sample, factor=0.7)
+    for x_i, expected_i in zip(x, expected[-2]["x"]):
+        np.testing.assert_allclose(x_i, expected_i, rtol=1e-9)
+    # Taken in after a step, there before the next.
+    np.testing.assert_allclose(state.evidence, expected[-1]["evidence"], rtol=1e-9)
+    assert (state.evidence > 10).all()
+    first = rules.first_distance(state.ceiling)
+    assert (state.step_size[:2] > 3 * first[:2]).all()
+
+
 def test_opposite_gradients_at_the_end_of_float32_do_not_overflow():
     samples = 3e38 * np.outer([1.0, -1.0, 1.0], np.ones(7))
     x, state = walk("untuned", jnp.asarray(samples, jnp.float32), jnp.ones(7), grad=the_sample)
@@ -188,8 +206,9 @@ def test_half_precision_rounds_the_run_of_float32_and_nothing_is_lost(dtype):
     wide, wide_state = walk("untuned", DRAWS, jnp.asarray(NARROW), grad=the_sample)
     half, state = walk("untuned", DRAWS, jnp.asarray(NARROW, dtype), grad=the_sample)
     # 1e-3 of a move: where a weight crosses zero, the sum that optax makes may round once more.
-    np.testing.assert_allclose(state.master, wide, atol=1e-3)
-    assert float(jnp.abs(state.master - wide).mean()) < 1e-4
+    way = float(jnp.abs(wide - NARROW).mean())
+    np.testing.assert_allclose(state.master, wide, atol=1e-3 * way)
+    assert float(jnp.abs(state.master - wide).mean()) < 2e-4 * way
     assert half.dtype == dtype
     assert_trees_equal(half, state.master.astype(dtype))
     mean = averaged(state, half)

@@ -23,7 +23,7 @@ def untuned_run(
     """Run `steps` samples; returns a dict a sample.
 
     `x` (the parameters after the step, y), `z`, `s` and `average` are lists of blocks; `r` (of the
-    next step), `eta`, `counted` have one number a block.
+    next step), `eta`, `counted`, `evidence` have one number a block.
 
     Args:
         grad: `grad(k, blocks)`: the gradient's blocks, of sample k = 0, 1, ...; None for a block
@@ -60,28 +60,36 @@ def untuned_run(
         r.append(ceiling[-1] / 60)
     z, average, origin = ([block.copy() for block in y] for _ in range(3))
     s = [np.zeros_like(block) for block in y]
-    t, counted, eta = ([0] * len(y) for _ in range(3))
+    t, counted, eta, walk, evidence, agreement, weight = ([0] * len(y) for _ in range(7))
     rows = []
     for k in range(steps):
         g = grad(k, y)
+        matrices = [i for i in count if y[i].ndim > 1]
+        begun = [i for i in matrices or count if counted[i] > 0]
+        least = min((agreement[i] for i in begun), default=0.0)
         for i in count:
             if g[i] is None:
                 continue
+            evidence[i] += weight[i] * least**2  # for what its last step was worth
             g_i = (-1 if maximize else 1) * np.asarray(g[i], np.float64)
             t[i] += 1
             w = 3 / (t[i] + 2)
             s[i] = np.sqrt((1 - w) * s[i] ** 2 + w * g_i**2)
             u = np.divide(g_i, s[i], out=np.zeros_like(g_i), where=s[i] != 0)  # 0/0 is 0
             rate = rates[i](t[i] - 1) if callable(rates[i]) else rates[i]
-            eta[i] = min(r[i] / math.sqrt(1 + counted[i]), ceiling[i] / 60)
+            eta[i] = min(r[i] / math.sqrt(1 + counted[i]), (1 + evidence[i]) * ceiling[i] / 60)
             limit = rate * r[i]
             decay = min(1.0, decays[i] * rate * eta[i] * natural[i] / ceiling[i])
             z[i] = z[i] - np.clip(rate * eta[i] * u, -limit, limit) - decay * z[i]
             average[i] = average[i] + 9 / (t[i] + 8) * (z[i] - average[i])
             y[i] = 0.1 * z[i] + 0.9 * average[i]
-            counted[i] += min(1.0, np.mean(u * u)) if u.size else 0.0
-            moved = (z[i] - origin[i]).ravel()[:: strides[i]]
-            r[i] = min(max(r[i], rms(moved)), ceiling[i])
+            mean_square = np.mean(u * u) if u.size else 0.0
+            weight[i] = min(1.0, mean_square)
+            counted[i] += weight[i]
+            moved = rms((z[i] - origin[i]).ravel()[:: strides[i]])
+            r[i] = min(max(r[i], moved), ceiling[i])
+            walk[i] += (rate * eta[i]) ** 2 * mean_square  # squared, of a random walk
+            agreement[i] = max(0.0, moved**2 / walk[i] - 1) if walk[i] > 0 else 0.0
         rows.append(
             {
                 "x": [block.copy() for block in y],
@@ -91,6 +99,7 @@ def untuned_run(
                 "r": np.array(r),
                 "eta": np.array(eta, float),
                 "counted": np.array(counted, float),
+                "evidence": np.array(evidence, float),
                 "t": np.array(t),
             }
         )

@@ -69,6 +69,7 @@ def test_every_number_of_every_step_equals_the_oracle():
         if k:  # what a step has measured is taken in by the next
             close(run["distance"].numpy(), rows[k - 1]["r"])
             close(run["counted"].numpy(), rows[k - 1]["counted"])
+        close(run["evidence"].numpy(), row["evidence"])
         for i, p in enumerate(params):
             close(p.detach().numpy(), row["x"][i])
             close(fast_iterate(opt, p).numpy(), row["z"][i])
@@ -224,6 +225,60 @@ def test_a_constant_gradient_for_ten_thousand_steps_and_noise_for_thirty_thousan
     sizes, opt = steps_of_z(nn.Parameter(draw(1000)), draw(30_000, 1000, seed=3))
     assert opt.diagnostics()["distance"] <= 1.1  # the ceiling
     assert sizes[29_000:].mean() < 0.62 * sizes[9000:10_000].mean()  # the root of three is 0.58
+
+
+@pytest.mark.parametrize(
+    ("noisy", "held"),
+    [
+        (None, False),
+        ("weight", True),
+        ("bias", False),  # a vector has no say
+    ],
+)
+def test_no_step_is_larger_than_the_first_unless_the_steps_agree_in_every_matrix(noisy, held):
+    params = {name: nn.Parameter(torch.zeros(64, 64)) for name in ("head", "weight")}
+    params["bias"] = nn.Parameter(torch.zeros(64))
+    opt = Untuned(list(params.values()))
+    for row in draw(60, 64, 64):
+        for name, p in params.items():
+            p.grad = (
+                (row if p.ndim > 1 else row[0]).clone() if name == noisy else torch.ones_like(p)
+            )
+        opt.step()
+    sizes = run_of(opt)["step_size"] * 60 * 8  # R = 1 / 8 for all
+    # Held, or at the full r / sqrt(t): r is R in the two that go straight on.
+    straight = [name != noisy for name in params]
+    expected = 1.0 if held else 60 / math.sqrt(60)
+    assert sizes[straight].tolist() == pytest.approx([expected] * sum(straight), rel=0.15)
+
+
+def test_the_evidence_is_the_oracles_with_a_schedule_and_gradients_that_are_missing():
+    """Gradients that agree, so that steps are let go; one tensor misses some of them."""
+    shapes, steps = ((5, 3), (4, 5), (4,)), 50
+    rows = [
+        1 + 0.5 * draw(steps, *shape, dtype=torch.float64, seed=i) for i, shape in enumerate(shapes)
+    ]
+    start = [draw(*shape, dtype=torch.float64, seed=9) for shape in shapes]
+    params = [nn.Parameter(block.clone()) for block in start]
+
+    def gradients(k):
+        return [rows[0][k], None if k % 3 == 2 or k < 4 else rows[1][k], rows[2][k]]
+
+    expected = untuned_run(
+        lambda k, _: [g if g is None else g.numpy() for g in gradients(k)],
+        [block.numpy() for block in start], steps, lr=lambda moves: 1 / (1 + 0.1 * (moves % 7)),
+    )  # fmt: skip
+    opt = Untuned([{"params": [p]} for p in params])
+    moves = [0, 0, 0]
+    for k, row in enumerate(expected):
+        for i, (group, g) in enumerate(zip(opt.param_groups, gradients(k))):
+            group["lr"] = 1 / (1 + 0.1 * (moves[i] % 7))
+            moves[i] += g is not None
+        UNTUNED.descend(opt, params, [gradients(k)])
+        for p, block in zip(params, row["x"]):
+            close(p.detach().numpy(), block)
+        close(run_of(opt)["evidence"].numpy(), row["evidence"])
+    assert (run_of(opt)["evidence"] > 10).all()
 
 
 def test_gradients_of_zero_move_nothing_and_the_first_that_is_not_moves_by_r():

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -61,6 +62,7 @@ class PlainUntuned(_WithAverage):
         unit_weight: The weight of the t-th squared gradient in s^2.
         clamp: Between -clamp and clamp lies g / s.
         bounded: Whether a step is at most a part of the tensor's scale, and of a coordinate r.
+        fixed: Whether that part stays as it is, however well the steps agree.
     """
 
     def __init__(
@@ -72,14 +74,18 @@ class PlainUntuned(_WithAverage):
         unit_weight: Callable[[int], float] = rules.unit_weight,
         clamp: float = math.inf,
         bounded: bool = True,
+        fixed: bool = False,
     ) -> None:
         super().__init__(params, {})
         self.ceiling, self.one_distance, self.bounded = ceiling, one_distance, bounded
+        self.fixed = fixed
         self.unit_weight, self.clamp = unit_weight, clamp
         self.t = 0
         self.scale: list[float] = []  # of each tensor, as are r and the steps that count
         self.r: list[float] = []
         self.counted: list[float] = []
+        self.walk: list[float] = []
+        self.evidence: list[float] = []
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -97,17 +103,21 @@ class PlainUntuned(_WithAverage):
             torch.hypot(s * (1 - w) ** 0.5, g * w**0.5, out=s)
             u = (g / s.clamp_min(TINY)).clamp(-self.clamp, self.clamp)
             bound = self.scale[i] if self.bounded else FAR
-            eta = rules.untuned_step_size(self.r[i], self.counted[i], bound)
+            eta = rules.untuned_step_size(self.r[i], self.counted[i], bound, self.evidence[i])
             limit = self.r[i] if self.bounded else math.inf
             z.sub_((eta * u).clamp(-limit, limit))
             x.lerp_(z, c)
             y.copy_((1 - b) * z + b * x)
             squares.append(_rms([u]))
             moved.append(_rms([z - state["origin"]]))
+            self.walk[i] += (eta * squares[i]) ** 2
         for i, (square, distance) in enumerate(zip(self._shared(squares), self._shared(moved))):
             self.counted[i] += rules.counted_step(square**2)
             ceiling = self.scale[i] if self.ceiling else FAR
             self.r[i] = rules.next_distance(self.r[i], distance, ceiling)
+        least = 0.0 if self.fixed else self._least_agreement(ys, moved)
+        for i, square in enumerate(squares):
+            self.evidence[i] += rules.counted_step(square**2) * least**2
         return loss
 
     def _start(self, ys: list[Tensor]) -> None:
@@ -119,7 +129,13 @@ class PlainUntuned(_WithAverage):
             scale.append(rules.distance_ceiling(_rms([y]), natural))
         self.scale = self._shared(scale)
         self.r = [rules.first_distance(size) for size in self.scale]
-        self.counted = [0.0] * len(ys)
+        self.counted, self.evidence = [0.0] * len(ys), [0.0] * len(ys)
+        self.walk = [1e-30 * size**2 for size in self.scale]
+
+    def _least_agreement(self, ys: list[Tensor], moved: list[float]) -> float:
+        asked = rules.asked([y.ndim for y in ys])
+        arrays = map(np.array, (moved, self.walk, self.counted, asked))
+        return float(rules.least_agreement(*arrays))
 
     def _shared(self, sizes: list[float]) -> list[float]:
         """Root mean squares of the tensors, or for each the one of all their coordinates."""
@@ -337,6 +353,7 @@ VARIANTS: dict[str, Callable[[Training], Stepper]] = {
     "one r for all tensors": _plain(one_distance=True),
     "s over a hundred steps, clamped": _plain(unit_weight=lambda t: forgetting(0.01, t), clamp=5),
     "no bound on a step": _plain(bounded=False),
+    "no step above the first": _plain(fixed=True),
     "corrected, s and r numbers": CorrectedUnits,
     "corrected, gain measured": MeasuredGain,
 }

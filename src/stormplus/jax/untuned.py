@@ -49,10 +49,12 @@ class UntunedState(NamedTuple):
     Attributes:
         step: t, the gradients used, and the moves made: what a schedule is evaluated at.
         skipped: Calls without effect, because the gradient was not finite.
-        distance: r of the next step. This and the next three have one entry for each leaf.
+        distance: r of the next step. This and the next five have one entry for each leaf.
         ceiling: R, which r never exceeds.
         step_size: eta of the last step.
         counted: How many steps eta has seen: one that moved a part of the leaf counts as that part.
+        walk: The square of how far the steps would have led at random, in units of the ceiling.
+        evidence: That the steps agree in all matrices: the sum of the square of how much.
         lead: z - x, the fast iterate less the average, like the parameters but float32 or wider,
             or of `state_dtype`.
         unit: s, like the lead.
@@ -66,6 +68,8 @@ class UntunedState(NamedTuple):
     ceiling: jax.Array
     step_size: jax.Array
     counted: Sum
+    walk: jax.Array
+    evidence: jax.Array
     lead: PyTree
     unit: PyTree
     origin: jax.Array
@@ -111,7 +115,8 @@ def untuned(
         r    <- min(max(r, RMS of z - z_1), R)                          from a small part of R on
 
     R is the leaf's root mean square at the start, or one over the root of its inputs if that is
-    larger. A leaf is taken as (inputs, outputs), as JAX's layers have it: the last axis counts the
+    larger. No step is larger than the first, R / 60, unless the steps so far agree in every matrix.
+    A leaf is taken as (inputs, outputs), as JAX's layers have it: the last axis counts the
     outputs. docs/untuned.md has the whole rule and the study behind it.
 
     It is an ordinary transformation, `tx.update(grads, state, params)`, to be put last in a
@@ -172,7 +177,7 @@ def untuned(
         t_int = counted(state.step)
         t = t_int.astype(sums_dtype())
         r, ceiling, scale = state.distance, state.ceiling, options.lr_at(state.step)
-        eta = rules.untuned_step_size(r, state.counted.total, ceiling)
+        eta = rules.untuned_step_size(r, state.counted.total, ceiling, state.evidence)
         w = rules.unit_weight(t)
         u = [_ratio(g_i, _root_mean_square(s_i, g_i, w)) for s_i, g_i in zip(s, g)]
         mean_square = layout.square_norm(u, "mean")
@@ -227,12 +232,7 @@ def untuned(
             for y_i, e_i in zip(_full(x_new, jax.tree.leaves(master)), jax.tree.leaves(lead))
         ]
         moved = layout.rms([z_i - z_1_i for z_i, z_1_i in zip(z, _split(state.origin, z))])
-        new = state._replace(
-            step=t_int,
-            distance=rules.next_distance(r, moved, ceiling),
-            step_size=eta,
-            counted=state.counted.plus(rules.counted_step(mean_square)),
-        )
+        new = _taken_in(state, layout, eta, scale * eta, mean_square, moved)._replace(step=t_int)
         return seen, jax.tree.map(kept, new, state)._replace(
             skipped=counted(state.skipped, ~finite),
             lead=lead,
@@ -264,10 +264,35 @@ def _begin(layout: Layout, state_dtype: Any) -> UntunedState:
         ceiling=ceiling,
         step_size=numbers(),
         counted=Sum(numbers(), numbers()),
+        walk=numbers() + 1e-30,  # something is divided by it
+        evidence=numbers(),
         lead=buffer(),
         unit=buffer(),
         origin=_joined([_sample(y_i) for y_i in y]),
         master=_masters(layout, y),
+    )
+
+
+def _taken_in(  # noqa: PLR0917
+    state: UntunedState,
+    layout: Layout,
+    eta: jax.Array,
+    alpha: jax.Array,
+    mean_square: jax.Array,
+    moved: jax.Array,
+) -> UntunedState:
+    """The numbers after a step of size alpha: eta, with the factor on it."""
+    counts = rules.counted_step(mean_square)
+    counted = state.counted.plus(counts)
+    walk = state.walk + (alpha / state.ceiling) ** 2 * mean_square
+    asked = np.array(rules.asked([x.ndim for x in layout.x]), bool)
+    least = rules.least_agreement(moved / state.ceiling, walk, counted.total, asked)
+    return state._replace(
+        distance=rules.next_distance(state.distance, moved, state.ceiling),
+        step_size=eta,
+        counted=counted,
+        walk=walk,
+        evidence=state.evidence + counts * least**2,
     )
 
 

@@ -72,8 +72,9 @@ class Untuned(BaseOptimizer):
         r    <- min(max(r, RMS of z - z_1), R)                          from R / 60 on
 
     R is the tensor's root mean square at the start, or one over the root of its inputs if that
-    is larger. No step is larger than the first, R / 60, and none moves a coordinate by more than
-    r. docs/untuned.md has the whole rule and the study behind it.
+    is larger. No step is larger than the first, R / 60, unless the steps so far agree in every
+    matrix of the model, and none moves a coordinate by more than r. docs/untuned.md has the whole
+    rule and the study behind it.
 
     It is a plain torch optimizer: `loss.backward(); opt.step()`, a closure if you like, any
     trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into
@@ -107,8 +108,13 @@ class Untuned(BaseOptimizer):
         "step": 0.0,
         "step_size": 0.0,
         "distance": 0.0,
-        "ceiling": 0.0,
+        "ceiling": 1.0,
         "counted": 0.0,
+        # In units of the ceiling: the last step, and the square of how far steps of these sizes
+        # would have led at random; something is divided by it.
+        "pace": 0.0,
+        "walk": 1e-30,
+        "evidence": 0.0,
         # What the last step has measured; the next one begins by taking it in.
         "mean_square": 0.0,
         "moved": 0.0,
@@ -199,10 +205,14 @@ class Untuned(BaseOptimizer):
         """
         run = self._on_host()
         t = run["step"] + 1
-        counted = run["counted"] + rules.counted_step(run["mean_square"])
-        r = rules.next_distance(run["distance"], run["moved"], run["ceiling"])
-        eta = rules.untuned_step_size(r, counted, run["ceiling"])
-        finite = np.isfinite(run["moved"] + eta)
+        moved, square, ceiling = run["moved"], run["mean_square"], run["ceiling"]
+        counts = rules.counted_step(square)
+        counted, walk = run["counted"] + counts, run["walk"] + run["pace"] ** 2 * square
+        least = rules.least_agreement(moved / ceiling, walk, counted, layout.asked)
+        evidence = run["evidence"] + counts * least**2
+        r = rules.next_distance(run["distance"], moved, ceiling)
+        eta = rules.untuned_step_size(r, counted, ceiling, evidence)
+        finite = np.isfinite(moved + eta)
         if not finite.all() and not finite[rows].all():
             self._tell("failed")
             bad = self.parameters()[rows[~finite[rows]][0]]
@@ -210,18 +220,18 @@ class Untuned(BaseOptimizer):
                 f"{name_of(self.param_groups, bad)} is not finite, or too far from where it "
                 "began to be measured; nothing has moved: go back to the last checkpoint"
             )
+        lr, decay, sign = layout.options()
+        alpha = lr * eta
         # Who has no gradient stays as it is.
         at = slice(None) if len(rows) == len(t) else rows
         new = {"step": t, "counted": counted, "distance": r, "step_size": eta}
+        new |= {"pace": alpha / ceiling, "walk": walk, "evidence": evidence}
         for name, value in new.items():
             run[name][at] = value[at]
         if self._run["step"].device.type != "cpu":
             for name in new:
                 self._run[name] = torch.from_numpy(run[name]).to(self._run[name], non_blocking=True)
-        lr, decay, sign = layout.options()
-        alpha = lr * eta
         if layout.decays:
-            ceiling = np.where(run["ceiling"] > 0, run["ceiling"], 1)
             decay = rules.decay_factor(decay, alpha, layout.natural, ceiling)
         w, c = rules.unit_weight(t), rules.average_weight(t)
         return np.array((alpha, lr * r, decay, w, c, sign, t))
@@ -385,11 +395,13 @@ class _Layout:
         sizes: The number of elements of each tensor, 1 where there is none.
         counts: The number of those that are sampled, likewise.
         natural: The natural scale of each.
+        asked: Whose steps must agree before larger ones are made.
     """
 
     def __init__(self, roster: Roster, rows: int) -> None:
         self.roster = roster
         self.sizes, self.counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
+        axes = [0] * rows
         self._groups: list[dict[str, Any] | None] = [None] * rows
         self._samples: dict[int, _Sample] = {}
         self._kept: _Lot | None = None
@@ -401,7 +413,9 @@ class _Layout:
             self.sizes[row], self.counts[row] = max(sample.size, 1), max(sample.count, 1)
             outputs = p.shape[0] if p.ndim + p.is_complex() > 1 else 1
             self.natural[row] = rules.natural_scale(sample.size // max(outputs, 1))
+            axes[row] = p.ndim
             self._groups[row] = member.group
+        self.asked = np.array(rules.asked(axes))
         self._distinct = list(
             {id(member.group): member.group for member in roster.members}.values()
         )
