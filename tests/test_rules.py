@@ -164,24 +164,21 @@ def test_untuned_steps_by_hand():
     assert rules.decay_factor(0.0, 0.02, 0.5, 0.5) == 0
 
 
-NO_WALK = 1e-30
-
-
 def test_agreement_by_hand():
-    def agreement(moved, walk, counted=9.0):
-        arrays = (np.array([float(v)]) for v in (moved, walk, counted))
+    def agreement(moved, walk):
+        arrays = (np.array([float(v)]) for v in (moved, walk))
         return float(rules.least_agreement(*arrays, np.array([True])))
 
     # Nine steps of 2: in one direction they lead to 18, at random to 2 sqrt(9) = 6.
     assert agreement(18, 9 * 2**2) == 8
     assert agreement(6, 9 * 2**2) == 0
     assert agreement(0, 9 * 2**2) == 0  # and never below
-    assert agreement(0, NO_WALK, 0) == agreement(0, NO_WALK) == 0
-    assert agreement(1, NO_WALK, 0) == 0  # weight decay alone
+    assert agreement(0, rules.FIRST_WALK) == 0
+    assert agreement(1, rules.FIRST_WALK) == 0  # weight decay alone
 
 
 @pytest.mark.parametrize(
-    ("ratio", "counted", "axes", "least"),
+    ("ratio", "walk", "axes", "least"),
     [
         ([5, 2, 3], [1, 1, 1], [2, 4, 2], 1),
         ([5, 2, 3], [1, 1, 1], [2, 1, 2], 2),  # a vector has no say
@@ -190,13 +187,14 @@ def test_agreement_by_hand():
         ([5, 2, 3], [0, 1, 1], [2, 1, 1], 0),  # one that never moves is no evidence
         ([0, 0, 0], [0, 0, 0], [2, 2, 1], 0),  # before the first step
         ([5, math.inf, math.nan], [1, 1, 1], [2, 2, 2], 4),  # their owners are told another way
+        ([5, 1e30], [1, 1], [2, 2], 4),
         ([], [], [], 0),
     ],
 )
-def test_the_least_agreement_by_hand(ratio, counted, axes, least):
-    moved = np.sqrt(np.array(ratio, float))
-    arrays = [moved, np.ones(len(moved)), np.array(counted, float)]
-    arrays.append(np.array(rules.asked(axes), bool))
+def test_the_least_agreement_by_hand(ratio, walk, axes, least):
+    walk = np.array(walk, float) + rules.FIRST_WALK
+    moved = np.sqrt(np.array(ratio, float) * walk)
+    arrays = [moved, walk, np.array(rules.asked(axes), bool)]
     assert rules.least_agreement(*arrays) == pytest.approx(least, abs=1e-14)
     jnp = pytest.importorskip("jax.numpy")
     found = rules.least_agreement(*map(jnp.asarray, arrays))
@@ -205,15 +203,11 @@ def test_the_least_agreement_by_hand(ratio, counted, axes, least):
 
 def test_noise_is_no_evidence_and_a_direction_is():
     """A walk of a thousand coordinates, with a tenth of signal in its squared steps, or none."""
-    noise = np.random.default_rng(0).standard_normal((300, 1000))
+    noise, asked = np.random.default_rng(0).standard_normal((300, 1000)), np.array([True])
     for signal, low, high in ((0.0, 0.0, 0.1), (0.3, 20.0, 30.0)):
-        moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1))
-        walk = np.cumsum(np.mean((noise + signal) ** 2, 1))
-        asked = np.array([True])
-        found = [
-            float(rules.least_agreement(*(np.array([v]) for v in (moved[t], walk[t], 1.0)), asked))
-            for t in range(300)
-        ]
+        moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1, keepdims=True))
+        walk = np.cumsum(np.mean((noise + signal) ** 2, 1, keepdims=True), 0)
+        found = [float(rules.least_agreement(*pair, asked)) for pair in zip(moved, walk)]
         # By hand: t^2 signal^2 + t, over t (1 + signal^2), less 1, is (t - 1) times this.
         expected = np.arange(300) * signal**2 / (1 + signal**2)
         np.testing.assert_allclose(found, expected, atol=0.15 + 0.1 * expected.max())

@@ -254,7 +254,12 @@ def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar, evidence: Sca
     return _smaller(r * (1 + counted) ** (-1 / 2), first_distance(ceiling) * (1 + evidence))
 
 
-def least_agreement(moved: Any, walk: Any, counted: Any, asked: Any) -> Any:
+# The square of how far a tensor would have come at random before it has moved: it is divided by,
+# and so is the square of it where somebody differentiates through a run.
+FIRST_WALK = 1e-18
+
+
+def least_agreement(moved: Any, walk: Any, asked: Any) -> Any:
     """How well the steps so far agree in the tensor where they do so least.
 
     The square of how far it has come, over that of a random walk with steps of the same sizes,
@@ -265,13 +270,14 @@ def least_agreement(moved: Any, walk: Any, counted: Any, asked: Any) -> Any:
 
     Args:
         moved: How far each tensor has come; all are arrays, of NumPy or jax.
-        walk: The square of how far the random walk would have come, never 0.
-        counted: How many steps it has counted. One without any is not asked.
+        walk: The square of how far the random walk would have come, from `FIRST_WALK` on. A tensor
+            that has not moved is not asked.
         asked: The matrices; or all tensors, if no matrix is among them.
     """
-    most = 1e20
+    most = 1e15
     ratio = moved**2 / walk
-    least = ratio.min(where=asked & (ratio < counted * most), initial=most)  # nan is not below
+    told = (walk > FIRST_WALK) & (ratio < most)  # which nan is not
+    least = ratio.min(where=asked & told, initial=most)
     return _larger(least - 1, 0.0) * (least < most)
 
 

@@ -303,6 +303,57 @@ def test_partition_slows_some_leaves_down():
         np.testing.assert_allclose(averaged(state, got)[name], mean, rtol=1e-6)
 
 
+def test_a_tree_of_factors_and_decays_is_the_oracles():
+    """Numbers and schedules, like the parameters or a prefix of them; evidence is shared."""
+    rng, steps = np.random.default_rng(0), 30
+    shapes = {"body": {"w": (5, 3), "b": (3,)}, "head": (3, 4)}
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    start = jax.tree.map(lambda s: rng.standard_normal(s), shapes, is_leaf=is_shape)
+    rows = [
+        jax.tree.map(lambda s: 1 + 0.3 * rng.standard_normal(s), shapes, is_leaf=is_shape)
+        for _ in range(steps)
+    ]
+    options = {
+        "factor": {"body": 0.1, "head": lambda moves: 1 / (1 + moves)},
+        "weight_decay": {"body": {"w": 0.3, "b": 0.0}, "head": 0.2},
+    }
+    tx = untuned(**options)
+    x, state = start, tx.init(start)
+    for row in rows:
+        updates, state = tx.update(row, state, x)
+        x = optax.apply_updates(x, updates)
+    leaves = jax.tree.leaves(start)
+    expected = untuned_run(
+        lambda k, _: jax.tree.leaves(rows[k]), leaves, steps, inputs_last=True,
+        lr=[0.1, 0.1, lambda moves: 1 / (1 + moves)], weight_decay=[0.0, 0.3, 0.2],
+    )  # fmt: skip
+    for x_i, expected_i in zip(jax.tree.leaves(x), expected[-1]["x"]):
+        np.testing.assert_allclose(x_i, expected_i, rtol=2e-4, atol=1e-5)
+    np.testing.assert_allclose(state.step_size, expected[-1]["eta"], rtol=1e-3)
+    with pytest.raises(ValueError, match=r"factor must have the structure of the parameters"):
+        untuned(factor={"tail": 1.0}).update(rows[0], state, start)
+    with pytest.raises(ValueError, match="weight_decay must be finite and not negative"):
+        untuned(weight_decay={"body": -1.0, "head": 0.0})
+
+
+@pytest.mark.parametrize("first", [0.0, 1.0])
+def test_gradients_flow_through_steps_that_lead_nowhere(first):
+    """Of the end, by the start: a leaf without a gradient, and a schedule that begins at 0."""
+
+    def end(x1):
+        tx = untuned(factor=lambda moves: jnp.where(moves < 1, first, 1.0))
+        params = {"moves": x1 * jnp.ones((2, 3)), "stays": jnp.ones((3, 2))}
+        state = tx.init(params)
+        for _ in range(4):
+            grads = {"moves": params["moves"], "stays": jnp.zeros((3, 2))}
+            updates, state = tx.update(grads, state, params)
+            params = optax.apply_updates(params, updates)
+        return jnp.sum(params["moves"])
+
+    assert np.isfinite(jax.grad(end)(2.0))
+    assert float(jax.grad(end)(2.0)) != 0
+
+
 def test_masked_leaves_nothing_to_do_where_the_holes_are():
     tx = optax.masked(untuned(), {"a": True, "b": False})
     moved, _ = one_gradient(tx, params={"a": PARAMS["a"], "b": 0 * PARAMS["b"]})

@@ -65,7 +65,7 @@ def untuned_run(
     for k in range(steps):
         g = grad(k, y)
         matrices = [i for i in count if y[i].ndim > 1]
-        begun = [i for i in matrices or count if counted[i] > 0]
+        begun = [i for i in matrices or count if walk[i] > 0]
         least = min((agreement[i] for i in begun), default=0.0)
         for i in count:
             if g[i] is None:

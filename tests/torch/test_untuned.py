@@ -281,6 +281,62 @@ def test_the_evidence_is_the_oracles_with_a_schedule_and_gradients_that_are_miss
     assert (run_of(opt)["evidence"] > 10).all()
 
 
+def evidence_after(steps, params, gradient=torch.ones_like, **options):
+    """Of the optimizer, after gradients that agree."""
+    opt = Untuned(params, **options)
+    for _ in range(steps):
+        for p in opt.parameters():
+            p.grad = gradient(p) if p.requires_grad else None
+        opt.step()
+    return opt, run_of(opt)["evidence"]
+
+
+def test_who_cannot_move_has_no_say():
+    """A factor of 0, a tensor that is empty, one that is frozen, or was and has no gradient yet."""
+
+    def matrices(n):
+        return [nn.Parameter(torch.zeros(16, 16)) for _ in range(n)]
+
+    _, free = evidence_after(50, matrices(2))
+    first, second, still = matrices(3)
+    groups = [{"params": [first, second]}, {"params": [still], "factor": 0.0}]
+    _, found = evidence_after(50, groups)
+    assert found[:2].tolist() == free.tolist()
+    assert free[0] > 1e4
+
+    vector, empty = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(0, 3))
+    alone = evidence_after(50, [nn.Parameter(torch.zeros(16))])[1][0]
+    assert evidence_after(50, [vector, empty])[1][0] == alone > 1e4
+
+    # A matrix of noise speaks; not once it is frozen, nor unfrozen and without a gradient.
+    vector, (matrix,) = nn.Parameter(torch.zeros(16)), matrices(1)
+    opt, found = evidence_after(
+        30, [vector, matrix], lambda p: torch.ones(16) if p.ndim == 1 else torch.randn(16, 16)
+    )
+    assert found[0] < 10
+    matrix.requires_grad_(False)
+    for _ in range(50):
+        vector.grad = torch.ones(16)
+        opt.step()
+    assert run_of(opt)["evidence"][0] > 1e4
+    matrix.requires_grad_(True)
+    matrix.grad = vector.grad = None
+    before = float(run_of(opt)["evidence"][0])
+    for _ in range(3):
+        vector.grad = torch.ones(16)
+        opt.step()
+    assert run_of(opt)["evidence"].tolist() == [before, 0.0]  # it has a matrix to wait for
+
+
+def test_a_state_without_a_number_is_refused():
+    opt, _ = evidence_after(3, [nn.Parameter(torch.ones(2, 3))])
+    saved = opt.state_dict()
+    run = next(entry["run"] for entry in saved["state"].values() if "run" in entry)
+    del run["evidence"], run["walk"]
+    with pytest.raises(ValueError, match="Untuned has no evidence, walk: load it with the version"):
+        Untuned([nn.Parameter(torch.ones(2, 3))]).load_state_dict(saved)
+
+
 def test_gradients_of_zero_move_nothing_and_the_first_that_is_not_moves_by_r():
     p = nn.Parameter(torch.tensor([1.0, -2.0]))
     opt = descend(p, *[[0.0, 0.0]] * 500)

@@ -110,7 +110,7 @@ class PlainUntuned(_WithAverage):
             y.copy_((1 - b) * z + b * x)
             squares.append(_rms([u]))
             moved.append(_rms([z - state["origin"]]))
-            self.walk[i] += (eta * squares[i]) ** 2
+            self.walk[i] += (eta * squares[i] / self.scale[i]) ** 2
         for i, (square, distance) in enumerate(zip(self._shared(squares), self._shared(moved))):
             self.counted[i] += rules.counted_step(square**2)
             ceiling = self.scale[i] if self.ceiling else FAR
@@ -130,12 +130,12 @@ class PlainUntuned(_WithAverage):
         self.scale = self._shared(scale)
         self.r = [rules.first_distance(size) for size in self.scale]
         self.counted, self.evidence = [0.0] * len(ys), [0.0] * len(ys)
-        self.walk = [1e-30 * size**2 for size in self.scale]
+        self.walk = [rules.FIRST_WALK] * len(ys)
 
     def _least_agreement(self, ys: list[Tensor], moved: list[float]) -> float:
-        asked = rules.asked([y.ndim for y in ys])
-        arrays = map(np.array, (moved, self.walk, self.counted, asked))
-        return float(rules.least_agreement(*arrays))
+        relative = np.array(moved) / np.array(self.scale)
+        asked = np.array(rules.asked([y.ndim for y in ys]))
+        return float(rules.least_agreement(relative, np.array(self.walk), asked))
 
     def _shared(self, sizes: list[float]) -> list[float]:
         """Root mean squares of the tensors, or for each the one of all their coordinates."""

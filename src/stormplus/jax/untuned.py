@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -33,6 +34,7 @@ from stormplus.jax.core.trees import (
     counted,
     estimator_dtype,
     is_hole,
+    per_leaf,
     sums_dtype,
     widened,
 )
@@ -95,9 +97,9 @@ def _without_lr(make: Callable[Parameters, Result]) -> Callable[Parameters, Resu
 @_without_lr
 def untuned(
     *,
-    weight_decay: Number = 0.0,
+    weight_decay: Number | PyTree = 0.0,
     maximize: bool = False,
-    factor: NumberOrSchedule = 1.0,
+    factor: NumberOrSchedule | PyTree = 1.0,
     state_dtype: Any = None,
     mask: TreeOrFunction = None,
     gradient_transform: optax.GradientTransformation | None = None,
@@ -130,23 +132,24 @@ def untuned(
     Args:
         weight_decay: Decoupled, as AdamW's with the step size for its lr: a step takes this
             times the step size off every weight. Leaves that start above their natural scale
-            have larger steps, and the same decay.
+            have larger steps, and the same decay. A number, or a tree of them, like the
+            parameters or a prefix of that.
         maximize: Ascend: the gradients change sign, the weight decay does not.
         factor: Multiplies the steps: a number, or a schedule of the moves made before (0 at the
-            first). `optax.partition` gives some leaves one of their own.
+            first); or a tree of these, like the parameters or a prefix of that. With
+            `optax.partition` each part would judge for itself whether steps agree.
         state_dtype: jnp.bfloat16 keeps the two buffers in 16 bits, rounded at random so that
             small changes count in the mean: half the memory. None: as the parameters, float32 at
             least.
         mask: As in `storm_plus`.
         gradient_transform: As in `storm_plus`; a chain does the same.
     """
-    if not callable(factor):
-        check_number("factor", factor, "1.0 is none; a schedule is a function")
+    _check_numbers(factor, weight_decay)
     if state_dtype is not None and state_dtype != jnp.bfloat16:
         raise ValueError(f"state_dtype must be jnp.bfloat16 or None, got {state_dtype!r}")
     options = Options(
-        lr=factor,
-        weight_decay=weight_decay,
+        lr=1.0,
+        weight_decay=0.0,
         decoupled_weight_decay=True,
         maximize=maximize,
         scope="tensor",  # every leaf has its own numbers
@@ -176,7 +179,8 @@ def untuned(
 
         t_int = counted(state.step)
         t = t_int.astype(sums_dtype())
-        r, ceiling, scale = state.distance, state.ceiling, options.lr_at(state.step)
+        r, ceiling = state.distance, state.ceiling
+        scale = _of_leaves("factor", factor, layout, params, state.step)
         eta = rules.untuned_step_size(r, state.counted.total, ceiling, state.evidence)
         w = rules.unit_weight(t)
         u = [_ratio(g_i, _root_mean_square(s_i, g_i, w)) for s_i, g_i in zip(s, g)]
@@ -195,8 +199,9 @@ def untuned(
             jnp.clip(alpha_i * u_i, -limit_i, limit_i)
             for alpha_i, limit_i, u_i in zip(layout.each(scale * eta), layout.each(scale * r), u)
         ]
-        if options.decays:
-            decay = rules.decay_factor(weight_decay, scale * eta, _natural(layout), ceiling)
+        if _decays(weight_decay):
+            rate = _of_leaves("weight_decay", weight_decay, layout, params, state.step)
+            decay = rules.decay_factor(rate, scale * eta, _natural(layout), ceiling)
             step = [
                 step_i + decay_i * (y_i + INTERPOLATION * e_i)  # of z
                 for step_i, decay_i, y_i, e_i in zip(step, layout.each(decay), y, e)
@@ -264,13 +269,35 @@ def _begin(layout: Layout, state_dtype: Any) -> UntunedState:
         ceiling=ceiling,
         step_size=numbers(),
         counted=Sum(numbers(), numbers()),
-        walk=numbers() + 1e-30,  # something is divided by it
+        walk=numbers() + rules.FIRST_WALK,
         evidence=numbers(),
         lead=buffer(),
         unit=buffer(),
         origin=_joined([_sample(y_i) for y_i in y]),
         master=_masters(layout, y),
     )
+
+
+def _check_numbers(factor: Any, weight_decay: Any) -> None:
+    for value in jax.tree.leaves(factor):
+        if not callable(value):
+            check_number("factor", value, "1.0 is none; a schedule is a function")
+    for value in jax.tree.leaves(weight_decay):
+        check_number("weight_decay", value, "0.0 is none")
+
+
+def _of_leaves(name: str, value: Any, layout: Layout, params: PyTree, moves: jax.Array) -> Any:
+    """A number, or one for each leaf; schedules as they are after so many moves."""
+    if isinstance(value, (Real, jax.Array)) or callable(value):
+        return value(moves) if callable(value) else value
+    each = layout.select(per_leaf(name, value, params))
+    numbers = [jnp.asarray(v(moves) if callable(v) else v, sums_dtype()) for v in each]
+    return jnp.stack(numbers) if numbers else jnp.zeros(0, sums_dtype())
+
+
+def _decays(weight_decay: Any) -> bool:
+    # An array may be traced, and is not looked at.
+    return any(isinstance(v, jax.Array) or v != 0 for v in jax.tree.leaves(weight_decay))
 
 
 def _taken_in(  # noqa: PLR0917
@@ -285,8 +312,8 @@ def _taken_in(  # noqa: PLR0917
     counts = rules.counted_step(mean_square)
     counted = state.counted.plus(counts)
     walk = state.walk + (alpha / state.ceiling) ** 2 * mean_square
-    asked = np.array(rules.asked([x.ndim for x in layout.x]), bool)
-    least = rules.least_agreement(moved / state.ceiling, walk, counted.total, asked)
+    asked = np.array(rules.asked([x.ndim if x.size else 0 for x in layout.x]), bool)
+    least = rules.least_agreement(moved / state.ceiling, walk, asked)
     return state._replace(
         distance=rules.next_distance(state.distance, moved, state.ceiling),
         step_size=eta,

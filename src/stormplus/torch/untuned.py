@@ -32,7 +32,7 @@ from stormplus.torch.core.kernels import (
     suits_untuned,
 )
 from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local
-from stormplus.torch.core.state import JOINED, Buffer, Numbers, State, run_of
+from stormplus.torch.core.state import FROZEN, JOINED, Buffer, Numbers, State, run_of
 from stormplus.torch.core.tensors import Item, Kept, Member, Roster, Totals, blame, name_of
 
 Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among all
@@ -111,9 +111,9 @@ class Untuned(BaseOptimizer):
         "ceiling": 1.0,
         "counted": 0.0,
         # In units of the ceiling: the last step, and the square of how far steps of these sizes
-        # would have led at random; something is divided by it.
+        # would have led at random.
         "pace": 0.0,
-        "walk": 1e-30,
+        "walk": rules.FIRST_WALK,
         "evidence": 0.0,
         # What the last step has measured; the next one begins by taking it in.
         "mean_square": 0.0,
@@ -208,7 +208,7 @@ class Untuned(BaseOptimizer):
         moved, square, ceiling = run["moved"], run["mean_square"], run["ceiling"]
         counts = rules.counted_step(square)
         counted, walk = run["counted"] + counts, run["walk"] + run["pace"] ** 2 * square
-        least = rules.least_agreement(moved / ceiling, walk, counted, layout.asked)
+        least = rules.least_agreement(moved / ceiling, walk, layout.asked)
         evidence = run["evidence"] + counts * least**2
         r = rules.next_distance(run["distance"], moved, ceiling)
         eta = rules.untuned_step_size(r, counted, ceiling, evidence)
@@ -272,9 +272,6 @@ class Untuned(BaseOptimizer):
         ceiling = rules.distance_ceiling(start, layout.natural)
         first = rules.first_distance(ceiling)
         for lot, row, item, sample in begun:
-            # One that was frozen meanwhile has numbers of its first life.
-            for name, number in self._numbers.items():
-                self._run[name][row] = number
             self._run["ceiling"][row] = float(ceiling[row])
             self._run["distance"][row] = float(first[row])
             sample.keep_origin(item, lot.process_groups)
@@ -299,6 +296,10 @@ class Untuned(BaseOptimizer):
     def _laid_out(self, roster: Roster) -> _Layout:
         if self._layout is None or self._layout.roster is not roster:
             self._layout = _Layout(roster, len(self._run["step"]))
+            for member in roster.members:
+                if self.state[member.p]["joined"] == FROZEN:  # it has numbers of its first life
+                    for name, number in self._numbers.items():
+                        self._run[name][member.bucket] = number
         return self._layout
 
     def _compare_with_saved(self, lots: list[_Lot]) -> None:
@@ -401,7 +402,6 @@ class _Layout:
     def __init__(self, roster: Roster, rows: int) -> None:
         self.roster = roster
         self.sizes, self.counts, self.natural = np.ones(rows), np.ones(rows), np.ones(rows)
-        axes = [0] * rows
         self._groups: list[dict[str, Any] | None] = [None] * rows
         self._samples: dict[int, _Sample] = {}
         self._kept: _Lot | None = None
@@ -413,9 +413,11 @@ class _Layout:
             self.sizes[row], self.counts[row] = max(sample.size, 1), max(sample.count, 1)
             outputs = p.shape[0] if p.ndim + p.is_complex() > 1 else 1
             self.natural[row] = rules.natural_scale(sample.size // max(outputs, 1))
-            axes[row] = p.ndim
             self._groups[row] = member.group
-        self.asked = np.array(rules.asked(axes))
+        self.asked = np.zeros(rows, bool)
+        self.asked[[member.bucket for member in roster.members]] = rules.asked(
+            [member.p.ndim if member.p.numel() else 0 for member in roster.members]
+        )
         self._distinct = list(
             {id(member.group): member.group for member in roster.members}.values()
         )
@@ -427,7 +429,7 @@ class _Layout:
         found: dict[Any, _Lot] = {}
         for member, g, joining in self.roster.present():
             if g is None or member.p.numel() == 0:
-                continue  # no gradient, no step: tensors do not depend on one another
+                continue  # no gradient, no step
             item = self.roster.item(member, g)
             key = member.process_groups, item.x.device, item.x.dtype
             if key not in found:

@@ -149,6 +149,11 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
             f"the state has format {saved['format']}, this version of stormplus reads "
             f"{FORMAT}: load it with the version that saved it"
         )
+    if lacking := sorted(run.keys() - saved.keys()):
+        raise ValueError(
+            f"the state of {name} has no {', '.join(lacking)}: load it with the version of "
+            "stormplus that saved it"
+        )
     if bool((saved["step"] > 0).any()) and saved["grad_evaluations"] == 0:
         raise ValueError(
             "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
