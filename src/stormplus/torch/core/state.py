@@ -149,11 +149,6 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
             f"the state has format {saved['format']}, this version of stormplus reads "
             f"{FORMAT}: load it with the version that saved it"
         )
-    if lacking := sorted(run.keys() - saved.keys()):
-        raise ValueError(
-            f"the state of {name} has no {', '.join(lacking)}: load it with the version of "
-            "stormplus that saved it"
-        )
     if bool((saved["step"] > 0).any()) and saved["grad_evaluations"] == 0:
         raise ValueError(
             "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
@@ -168,6 +163,11 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
                 f"the state was saved with {word}={theirs.get(key)!r}, {name} has "
                 f"{word}={ours.get(key)!r}: construct the optimizer as it was"
             )
+    if lacking := sorted(run.keys() - saved.keys()):
+        raise ValueError(
+            f"the state of {name} has no {', '.join(lacking)}: load it with the version of "
+            "stormplus that saved it"
+        )
     if saved["step"].shape != run["step"].shape:
         raise ValueError(
             f"the state has {len(saved['step'])} sets of sums, {name} has "
