@@ -203,12 +203,12 @@ DRAWS = np.random.default_rng(0).standard_normal((60, 6)).astype(np.float32) + 0
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_rounds_the_run_of_float32_and_nothing_is_lost(dtype):
-    wide, wide_state = walk("untuned", DRAWS, jnp.asarray(NARROW), grad=the_sample)
-    half, state = walk("untuned", DRAWS, jnp.asarray(NARROW, dtype), grad=the_sample)
+    rows = DRAWS - 0.5  # noise, so that steps stay small
+    wide, wide_state = walk("untuned", rows, jnp.asarray(NARROW), grad=the_sample)
+    half, state = walk("untuned", rows, jnp.asarray(NARROW, dtype), grad=the_sample)
     # 1e-3 of a move: where a weight crosses zero, the sum that optax makes may round once more.
-    way = float(jnp.abs(wide - NARROW).mean())
-    np.testing.assert_allclose(state.master, wide, atol=1e-3 * way)
-    assert float(jnp.abs(state.master - wide).mean()) < 2e-4 * way
+    np.testing.assert_allclose(state.master, wide, atol=1e-3)
+    assert float(jnp.abs(state.master - wide).mean()) < 1e-4
     assert half.dtype == dtype
     assert_trees_equal(half, state.master.astype(dtype))
     mean = averaged(state, half)
@@ -334,6 +334,33 @@ def test_a_tree_of_factors_and_decays_is_the_oracles():
         untuned(factor={"tail": 1.0}).update(rows[0], state, start)
     with pytest.raises(ValueError, match="weight_decay must be finite and not negative"):
         untuned(weight_decay={"body": -1.0, "head": 0.0})
+
+
+@jax.tree_util.register_pytree_node_class
+class Callable:
+    """As an Equinox module: a tree that is a function too."""
+
+    def __init__(self, w):
+        self.w = w
+
+    def __call__(self, x):
+        raise AssertionError("it is no schedule")
+
+    def tree_flatten(self):
+        return (self.w,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves)
+
+
+def test_a_tree_of_factors_may_be_callable():
+    ends = []
+    for factor in (Callable(0.5), 0.5):
+        tx, model = untuned(factor=factor), Callable(jnp.ones((2, 3)))
+        updates, _ = tx.update(model, tx.init(model), model)
+        ends.append(updates.w)
+    np.testing.assert_array_equal(*ends)
 
 
 @pytest.mark.parametrize("first", [0.0, 1.0])

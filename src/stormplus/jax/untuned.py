@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from numbers import Real
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
@@ -288,7 +287,7 @@ def _check_numbers(factor: Any, weight_decay: Any) -> None:
 
 def _of_leaves(name: str, value: Any, layout: Layout, params: PyTree, moves: jax.Array) -> Any:
     """A number, or one for each leaf; schedules as they are after so many moves."""
-    if isinstance(value, (Real, jax.Array)) or callable(value):
+    if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):  # a tree may be callable too
         return value(moves) if callable(value) else value
     each = layout.select(per_leaf(name, value, params))
     numbers = [jnp.asarray(v(moves) if callable(v) else v, sums_dtype()) for v in each]
