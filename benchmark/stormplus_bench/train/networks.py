@@ -25,16 +25,22 @@ class Conv3x3(nn.Conv2d):
         super().__init__(inputs, outputs, 3, stride, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        count, _, height, width = x.shape
+        count, inputs, height, width = x.shape
         if height != width or height > 2 or x.device.type != "cpu":
             return super().forward(x)
+        if height == 1:
+            return (x.flatten(1) @ self.weight[:, :, 1, 1].T)[:, :, None, None]
         stride = self.stride[0]
         size = -(-height // stride)
         # An output at i sees the inputs 0, ..., height - 1 through the taps 1 - i, ..., height - i.
-        seen = [slice(1 - i * stride, 1 - i * stride + height) for i in range(size)]
-        taps = torch.cat([self.weight[:, :, i, j].flatten(1) for i in seen for j in seen])
-        found = (x.flatten(1) @ taps.T).view(count, size * size, -1)
-        return found.transpose(1, 2).reshape(count, -1, size, size)
+        seen = [[1 - i * stride + k for k in range(height)] for i in range(size)]
+        taps = [3 * a + b for rows in seen for columns in seen for a in rows for b in columns]
+        # Whole channels are moved, never single taps: these lie nine apart in memory.
+        weight = self.weight.flatten(2).permute(2, 0, 1).contiguous()
+        weight = weight.index_select(0, torch.tensor(taps))
+        weight = weight.unflatten(0, (size * size, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
+        found = x.flatten(2).transpose(1, 2).flatten(1) @ weight.T
+        return found.view(count, size * size, -1).transpose(1, 2).reshape(count, -1, size, size)
 
 
 class BasicBlock(nn.Module):
