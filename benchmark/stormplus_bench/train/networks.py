@@ -25,7 +25,7 @@ class Conv3x3(nn.Conv2d):
         super().__init__(inputs, outputs, 3, stride, padding=1, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        count, inputs, height, width = x.shape
+        count, _, height, width = x.shape
         if height != width or height > 2 or x.device.type != "cpu":
             return super().forward(x)
         if height == 1:
