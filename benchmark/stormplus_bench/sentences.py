@@ -17,6 +17,9 @@ from stormplus_bench.profiles import Profile, performance_profile
 SECTION = "results"  # everything, for the site's page
 MAP = "<!-- map of costs -->"  # the site colours the table that follows
 TABLE = "table"  # the methods that people use side by side, for README
+UNSEEN = (
+    "On unseen data, everything at its default: validation accuracy at the end, median over seeds."
+)
 RULES = (
     "Final training loss after equal numbers of gradient evaluations, median over seeds. A win "
     "needs every seed to end below every seed of the rival, and a difference of more than "
@@ -124,6 +127,7 @@ class Findings:
         ceiling: The highest profile score that is possible, if that is not 1; else "".
         costs: The map of the cost of not tuning, methods by workloads, in per cent.
         compared: A line for each method of README's table, or none if the rows have none.
+        unseen: Those methods on the networks' validation sets; no line if the rows have none.
         glance: What `Untuned` loses on networks, and what those methods do; "" without runs of it.
     """
 
@@ -134,6 +138,7 @@ class Findings:
     ceiling: str
     costs: pd.DataFrame
     compared: pd.DataFrame
+    unseen: pd.DataFrame
     glance: str
 
     def plain(self) -> list[str]:
@@ -155,6 +160,7 @@ def findings(frame: pd.DataFrame) -> Findings:
         ceiling(profile),
         scores.cost_map(cost)[1],
         compared(cost),
+        unseen(ends),
         at_a_glance(cost),
     )
 
@@ -285,6 +291,20 @@ def compared(cost: pd.DataFrame) -> pd.DataFrame:
     return table
 
 
+def unseen(frame: pd.DataFrame) -> pd.DataFrame:
+    """The same methods on the networks' validation sets: accuracy, or the loss where there is none.
+
+    Medians over seeds at the default lr, where the training loss is judged.
+    """
+    ends = finals.defaults(frame)
+    ends = ends[ends["workload"].isin(TIERS["networks"]) & ends["method"].isin(COMPARED)]
+    accuracy = ends["valid_accuracy"].map(lambda share: f"{share:.1%}".replace("%", " %"))
+    loss = ends["valid_loss"].map("loss {:.3g}".format)
+    cells = accuracy.where(ends["valid_accuracy"].notna(), loss).where(ends["valid_loss"].notna())
+    table = ends.assign(cell=cells).pivot(index="method", columns="workload", values="cell")
+    return table.reindex([name for name in COMPARED if name in table.index]).fillna("")
+
+
 def at_a_glance(cost: pd.DataFrame) -> str:
     """What `Untuned` loses on networks at its default, the best of what people use, and Adam."""
     some = scores.mean_lost(cost[cost["workload"].isin(TIERS["networks"])])
@@ -343,6 +363,7 @@ def results_section(found: Findings, figures: str, command: str) -> str:
         "All methods, the least costly first:",
         markdown.table(found.scores, "method"),
         *([markdown.wrap(markdown.escaped(found.ceiling))] if found.ceiling else []),
+        *([f"{UNSEEN}\n\n{markdown.table(found.unseen, 'method')}"] if len(found.unseen) else []),
         markdown.wrap(RULES),
     ]
     return "\n\n".join(parts)

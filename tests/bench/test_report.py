@@ -311,6 +311,21 @@ def test_the_readme_says_what_the_committed_rows_say():
     assert command.in_page(site, results, "") == site.read_text()
 
 
+def test_unseen_data_by_accuracy_or_by_loss_where_there_is_none():
+    found = [make_row([4, 3], workload=w, method="Adam") for w in ("mlp-digits", "nmf")]
+    found += [make_row([4, 2], workload="autoencoder-mnist", method=m) for m in ("Adam", "SGD")]
+    found[0]["curve"] = found[0]["curve"] | {"valid_accuracy": [0.1, 0.9876]}
+    found.append(make_row([4, 2], workload="mlp-digits", method="Untuned", status="diverged"))
+    told = sentences.findings(frame_of(found))
+    assert told.unseen.to_dict() == {
+        "autoencoder-mnist": {"Untuned": "", "Adam": "loss 2"},
+        "mlp-digits": {"Untuned": "", "Adam": "98.8 %"},
+    }
+    assert "| Adam | loss 2 | 98.8 % |" in sentences.results_section(told, "figures", "make")
+    none = sentences.findings(frame_of([make_row([2, 1])]))
+    assert sentences.UNSEEN not in sentences.results_section(none, "figures", "make")
+
+
 def test_a_page_with_a_table_gets_the_table_only(tmp_path):
     found = [
         make_row([4, last], workload=w, method=m)

@@ -694,3 +694,29 @@ def test_a_state_of_another_dtype_is_refused(ours):
     saved = made(UNTUNED, state_dtype=theirs)[2].state_dict()
     with pytest.raises(ValueError, match=f"saved with state_dtype='{theirs}', Untuned has"):
         made(UNTUNED, state_dtype=ours)[2].load_state_dict(saved)
+
+
+def test_a_scaler_steps_it_as_any_optimizer_and_skips_what_overflows():
+    def trained(scaler, *, overflow):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
+        opt = Untuned(model.parameters())
+        for k, x in enumerate(draw(8, 16, 4)):
+            bad = k == 4
+            if bad and not overflow:
+                continue
+            opt.zero_grad()
+            loss = model(x / 0 if bad else x).square().mean()
+            if scaler is None:
+                loss.backward()
+                opt.step()
+            else:
+                scaler.scale(loss).backward()
+                scaler.step(opt)
+                scaler.update()
+        return opt
+
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=3)
+    opt, expected = trained(scaler, overflow=True), trained(None, overflow=False)
+    assert scaler.get_scale() != 2.0**10  # it has grown and backed off: powers of two, exact
+    assert_same(everything(opt), everything(expected))

@@ -30,7 +30,7 @@ LAG = 0.1  # of Adam's decrease
 
 EXAMPLES = f"""\b
 Examples:
-  stormplus robust                        every case, a few minutes
+  stormplus robust                        every case, ten minutes
   stormplus robust --only digits          those whose name has the word; may be repeated
   stormplus robust --list                 the cases and their steps
 
