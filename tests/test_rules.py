@@ -1,6 +1,7 @@
 """The scalar rules: by hand, at the edges, and on every framework."""
 
 import itertools
+import json
 import math
 
 import numpy as np
@@ -116,6 +117,8 @@ def test_names_and_options_are_checked():
     with pytest.raises(ValueError, match="must be finite"):
         StormRule(c=1e300, smoothness=1e10)
     assert make_rule("storm", theta=0.5) == StormRule(theta=0.5)
+    assert StormRule(theta=np.float32(0.5), w=1) == StormRule(theta=0.5, w=1.0)
+    assert json.dumps(rules.describe(StormRule(theta=np.float32(0.5))))  # a checkpoint has it
     with pytest.raises(ValueError, match=r"method must be one of storm\+, .*, got 'adam'"):
         make_rule("adam")
     with pytest.raises(TypeError, match=r"'storm\+' has no option theta; it takes none"):

@@ -19,6 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
 # A float, or an array of any framework that has the arithmetic operators.
@@ -125,11 +126,12 @@ class StormRule:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if not (isinstance(value, (int, float)) and 0 < value < math.inf):
+            if not (isinstance(value, Real) and 0 < float(value) < math.inf):
                 raise ValueError(
                     f"{field.name} must be a positive finite number, got {value!r}; "
                     f"the default is {field.default}"
                 )
+            object.__setattr__(self, field.name, float(value))  # NumPy's and others': no JSON
         largest = self.c * self.smoothness**2 * (self.theta / self.w ** (1 / 3)) ** 2
         if not largest < math.inf:
             raise ValueError(f"c L^2 eta^2 must be finite, got {largest} from {self}")

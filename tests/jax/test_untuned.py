@@ -406,6 +406,19 @@ def test_what_it_has_not():
         untuned(state_dtype=jnp.float16)
 
 
+def test_no_number_is_told_at_once():
+    for name in ("factor", "weight_decay"):
+        with pytest.raises(TypeError, match=f"{name} must be a number or a tree.*None"):
+            untuned(**{name: None})
+
+
+def test_the_average_of_other_parameters_is_refused():
+    tx = optax.flatten(untuned())
+    state = tx.init(PARAMS)
+    with pytest.raises(ValueError, match=r"not of these parameters.*optax\.flatten, one vector"):
+        averaged(state, PARAMS)
+
+
 def test_parameters_that_are_not_finite_stop_the_others_too():
     params = {"good": jnp.ones(3), "bad": jnp.array([1.0, jnp.inf])}
     tx = untuned()

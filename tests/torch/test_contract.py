@@ -7,6 +7,7 @@ import pickle
 import re
 import sys
 import weakref
+from collections import defaultdict
 from dataclasses import dataclass
 
 import numpy as np
@@ -855,6 +856,138 @@ def test_reset_is_a_new_beginning_from_here(case):
     for optimizer in (opt, fresh):
         case.train(problem, optimizer, optimizer.parameters(), problem.samples[4:])
     assert_same(everything(opt), everything(fresh))
+
+
+# -- parameters and states that change behind its back -------------------------------------------
+
+
+def constant(case, opt, params, steps=3):
+    """Steps with gradients that depend on the parameters' places in the test alone."""
+    rows = [noise(p.shape, steps, seed=i, dtype=p.dtype) for i, p in enumerate(params)]
+    case.descend(opt, params, list(zip(*rows)))
+
+
+@every
+@pytest.mark.parametrize("size", [1, 3, 5, 100_000])
+def test_a_parameter_that_was_resized_is_refused(case, size):
+    p, q = parameter(1.0, 2.0, 3.0, 4.0), parameter(5.0)
+    opt = case([p, q])
+    constant(case, opt, [p, q])
+    before = everything(opt)
+    p.data, p.grad = torch.ones(size, dtype=p.dtype), None
+    with pytest.raises(ValueError, match=r"shape \(4,\): it was resized. Begin anew, .*reset"):
+        constant(case, opt, [p, q])
+    torch.testing.assert_close(p.detach(), torch.ones(size, dtype=p.dtype), rtol=0, atol=0)
+    assert_same(q.detach(), before[0][1])
+    opt.reset()
+    constant(case, opt, [p, q])
+    assert bool((p != 1).all())
+
+
+@every
+def test_a_gradient_of_another_shape_is_refused(case):
+    p = parameter(1.0, 2.0, 3.0, 4.0)
+    opt = case([p])
+    p.grad = torch.ones_like(p)
+    p.data = torch.ones(7, dtype=p.dtype)
+    opt.reset()
+    with pytest.raises(RuntimeError, match=r"has the shape \(4,\).*zero_grad"):
+        case.step(opt, lambda: None)
+    assert_same(p.detach(), torch.ones(7, dtype=p.dtype))
+
+
+@every
+@scopes
+def test_who_is_taken_out_of_a_group_takes_its_numbers_along(case, scope):
+    """What remains goes on as if the parameter were frozen."""
+    runs = []
+    for way in ("out", "frozen"):
+        params = [parameter(10.0, -20.0), parameter(0.01, 0.02, 0.03), parameter(-1.0)]
+        opt = case([{"params": params[:1]}, {"params": params[1:]}], scope=scope, lr=0.3)
+        constant(case, opt, params)
+        params[0].requires_grad_(False)
+        params[0].grad = None
+        if way == "out":
+            del opt.param_groups[0]
+        constant(case, opt, params[1:])
+        runs.append((values(params), opt))
+    (ours, opt), (expected, frozen) = runs
+    assert_same(ours, expected)
+    # It saves and loads as what it is now, and an empty group that is added does no harm.
+    twin = case([{"params": params[1:]}], scope=scope, lr=0.3)
+    twin.load_state_dict(opt.state_dict())
+    assert len(twin.state) == len(opt.state) == 2
+    again = parameter(10.0, -20.0)
+    opt.add_param_group({"params": [again]})
+    constant(case, opt, [*opt.parameters()[:2], again])
+    assert bool((again != parameter(10.0, -20.0)).all())
+
+
+@every
+def test_who_comes_back_begins_anew(case):
+    p, q = parameter(1.0, 2.0), parameter(3.0)
+    opt = case([{"params": [q]}, {"params": [p]}], scope="tensor")
+    constant(case, opt, [q, p])
+    group = opt.param_groups.pop()
+    opt.add_param_group({"params": group["params"]})
+    assert run_of(opt)["step"].tolist() == [3, 0]
+    assert opt.state[p]["joined"] == 0
+
+
+@every
+@scopes
+def test_who_is_put_into_a_group_by_hand_joins(case, scope):
+    p, q = parameter(1.0, 2.0), parameter(3.0, 4.0)
+    opt = case([p], scope=scope)
+    constant(case, opt, [p])
+    opt.param_groups[0]["params"].append(q)
+    constant(case, opt, [p, q])
+    assert bool((q != parameter(3.0, 4.0)).all())
+    new = parameter(5.0, 6.0, 7.0)
+    opt.param_groups[0]["params"][0] = new
+    constant(case, opt, [new, q])
+    assert bool((new != parameter(5.0, 6.0, 7.0)).all())
+    assert p not in opt.state
+    assert len(opt.state_dict()["state"]) == 2
+
+
+def emptied(opt):
+    opt.state.clear()
+
+
+def replaced(opt):
+    opt.state = defaultdict(dict)
+
+
+@every
+@pytest.mark.parametrize("way", [emptied, replaced])
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_emptied_state_is_a_reset(case, way, saves):
+    problem, params, opt = made(case, scope="tensor", lr=0.5)
+    case.train(problem, opt, params, problem.samples[:4])
+    way(opt)
+    fresh = case([nn.Parameter(p.detach().clone()) for p in params], scope="tensor", lr=0.5)
+    if saves:
+        assert_same(everything(opt), everything(fresh))
+    for optimizer in (opt, fresh):
+        case.train(problem, optimizer, optimizer.parameters(), problem.samples[4:])
+    assert_same(everything(opt), everything(fresh))
+
+
+@every
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("way", ["deleted", "emptied"])
+def test_a_parameter_whose_state_is_taken_away_begins_anew(case, which, way):
+    params = [parameter(1.0, 2.0), parameter(3.0, 4.0, 5.0)]
+    opt = case(params, scope="tensor")
+    constant(case, opt, params)
+    if way == "deleted":
+        del opt.state[params[which]]
+    else:
+        opt.state[params[which]] = {}
+    constant(case, opt, params)
+    steps = run_of(opt)["step"].tolist()
+    assert (steps[which], steps[1 - which]) == (3, 6)
 
 
 def in_memory(model, opt, new_model, new_opt, tmp_path):

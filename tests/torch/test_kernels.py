@@ -110,13 +110,15 @@ def test_large_tensors_whose_strides_differ_go_row_by_row():
     torch.manual_seed(0)
     p, g = nn.Parameter(torch.randn(900, 700)), torch.randn(700, 900).t()
     assert p.numel() > CHUNK
-    opt = StormPlus([p])
+    other = nn.Parameter(torch.zeros(1))  # some parameter must have a gradient
+    opt = StormPlus([p, other])
     p.grad = g
     assert p.grad.stride() != p.stride()
     opt.estimate()
     assert torch.equal(opt.state[p]["estimator"], g)
     assert opt.diagnostics()["sum_g_sq"] == pytest.approx(float(g.double().square().sum()))
     p.grad, keep = None, 1 - opt.diagnostics()["gain"]
+    other.grad = torch.ones(1)
     opt.move()
     opt.estimate()  # a missing gradient goes by chunks too
     torch.testing.assert_close(opt.state[p]["estimator"], keep * g)

@@ -1,6 +1,7 @@
 """What the paired optimizers do beyond the contract: two gradients a sample, move and estimate."""
 
 import copy
+import itertools
 import warnings
 from dataclasses import dataclass, replace
 
@@ -345,8 +346,10 @@ def test_gradients_that_accumulate_count_as_computed():
     w, unused = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     unused.grad = torch.zeros(2)
     opt = StormPlus([unused, w])
-    for _ in range(3):  # never zeroes: wrong for other reasons, but not for this one
-        opt.step(lambda: (w**2).sum().backward())
+    opt.step(lambda: (w**2).sum().backward())
+    with pytest.warns(RuntimeWarning, match="does not zero the gradients"):
+        opt.step(lambda: (w**2).sum().backward())  # wrong for this reason, not for another
+    opt.step(lambda: (w**2).sum().backward())
     assert opt.grad_evaluations == 5
 
 
@@ -637,6 +640,62 @@ def test_a_closure_that_zeroes_is_not_suspected(set_to_none, parts, clip):
 
     for _ in range(4):
         fit.opt.step(closure)
+
+
+def test_one_that_does_not_is_told_of_whatever_the_smallest_gradient_is():
+    for scale, dtype in itertools.product((1e-20, 1.0, 1e15), (torch.float32, torch.float64)):
+        fit = Fit()
+        fit.model.to(dtype)
+        scalar = nn.Parameter(torch.zeros(1, dtype=dtype))  # its gradient is zero
+        opt = StormPlus([scalar, *fit.model.parameters()], lr=1e-3 / max(scale, 1))
+        rows = fit.rows.to(dtype)
+
+        def closure(model=fit.model, rows=rows, scalar=scalar, scale=scale):
+            ((model(rows) * (1 + 0 * scalar)).square().mean() * scale).backward()
+
+        opt.step(closure)
+        with pytest.warns(RuntimeWarning, match="closure does not zero the gradients"):
+            opt.step(closure)
+
+
+def test_it_is_looked_for_until_there_is_a_gradient_to_tell_by():
+    w = nn.Parameter(torch.ones(2))
+    opt, weights = StormPlus([w]), iter([1.0, 0.0, 0.0, 1.0, 1.0])
+    for _ in range(2):  # the second one has a gradient of zero
+        weight = next(weights)
+        opt.zero_grad()
+        opt.step(lambda weight=weight: (weight * w).sum().backward())
+    opt.zero_grad()
+    with pytest.warns(RuntimeWarning, match="closure does not zero the gradients"):
+        opt.step(lambda: w.sum().backward())
+
+
+@every_paired
+@pytest.mark.parametrize("missing", [(0,), (1,), (0, 1)], ids=["first", "second", "both"])
+@pytest.mark.parametrize("by", ["step", "halves"])
+def test_an_evaluation_without_any_gradient_is_refused(case, missing, by):
+    problem, params, opt = made(case)
+    case.train(problem, opt, params, problem.samples[:3])
+    start, calls = values(params), []
+    evaluate = problem.closure(opt, params, problem.samples[3])
+
+    def closure():
+        calls.append(1)
+        opt.zero_grad()
+        return None if len(calls) - 1 in missing else evaluate()
+
+    with pytest.raises(RuntimeError, match="no parameter has a gradient"):
+        opt.step(closure) if by == "step" else halves(opt, closure)
+    if 0 in missing:  # nothing has moved, and another sample may follow
+        assert_same(values(params), start)
+        assert not opt.pending
+        assert opt.started
+    else:
+        assert opt.pending
+        evaluate()  # the same sample
+        opt.estimate()
+    case.train(problem, opt, params, problem.samples[4:6])
+    assert opt.diagnostics()["step"] == (5 if 0 in missing else 6)
 
 
 def test_looking_at_the_closure_leaves_no_hook_behind_when_it_fails():

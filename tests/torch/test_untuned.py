@@ -720,3 +720,58 @@ def test_a_scaler_steps_it_as_any_optimizer_and_skips_what_overflows():
     opt, expected = trained(scaler, overflow=True), trained(None, overflow=False)
     assert scaler.get_scale() != 2.0**10  # it has grown and backed off: powers of two, exact
     assert_same(everything(opt), everything(expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("way", ["converted", "loaded"])
+def test_the_average_of_weights_that_were_wider_before(dtype, way):
+    """They have no float32 copy yet that means anything."""
+    x = draw(3, 4)
+    p = nn.Parameter(x.clone())
+    opt = descend(p, *draw(20, 3, 4, seed=1))
+    lead = opt.state[p]["lead"].clone()
+    if way == "converted":
+        p.data = p.data.to(dtype)
+        opt.state_dict()
+    else:
+        saved, p = opt.state_dict(), nn.Parameter(p.detach().to(dtype))
+        opt = Untuned([p])
+        opt.load_state_dict(saved)
+    y = p.detach().float()
+    opt.eval()
+    torch.testing.assert_close(p.detach(), (y - 0.1 * lead).to(dtype), rtol=0.01, atol=0.001)
+    opt.train()
+    assert_same(p.detach(), y.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_average_is_told_from_weights_that_were_put_there(dtype):
+    p = nn.Parameter(draw(3, 4).to(dtype))
+    opt = descend(p, *draw(20, 3, 4, seed=1))
+    lead = opt.state[p]["lead"].double()
+    put = draw(3, 4, seed=9).to(dtype)
+    p.data.copy_(put)
+    opt.eval()
+    torch.testing.assert_close(
+        p.detach().double(), put.double() - 0.1 * lead, rtol=8e-3, atol=8e-3 if p.element_size() < 4
+        else 1e-6,
+    )  # fmt: skip
+
+
+def test_a_parameter_that_has_just_been_frozen_stays():
+    p, q = nn.Parameter(draw(3, 4)), nn.Parameter(draw(4, seed=2))
+    opt = Untuned([p, q])
+    UNTUNED.descend(opt, [p, q], [[draw(3, 4, seed=1), draw(4, seed=3)]] * 5)
+    p.requires_grad_(False)
+    before, moves = values([p, q]), opt.state[q]["lead"].clone()
+    opt.eval()
+    assert_same(p.detach(), before[0])
+    assert bool(moves.any())
+    assert bool((q != before[1]).any())
+
+
+def test_a_factor_may_be_a_number_of_numpy():
+    p = nn.Parameter(draw(3))
+    assert Untuned([{"params": [p], "factor": np.float32(0.5)}]).param_groups[0]["factor"] == 0.5
+    with pytest.raises(ValueError, match="factor must be a finite number"):
+        Untuned([{"params": [p], "factor": np.float32("nan")}])

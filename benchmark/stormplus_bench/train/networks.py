@@ -39,7 +39,7 @@ class Conv3x3(nn.Conv2d):
         weight = self.weight.flatten(2).permute(2, 0, 1).contiguous()
         weight = weight.index_select(0, torch.tensor(taps))
         weight = weight.unflatten(0, (size * size, -1)).transpose(1, 2).flatten(2).flatten(0, 1)
-        found = x.flatten(2).transpose(1, 2).flatten(1) @ weight.T
+        found = F.linear(x.flatten(2).transpose(1, 2).flatten(1), weight)
         return found.view(count, size * size, -1).transpose(1, 2).reshape(count, -1, size, size)
 
 

@@ -278,6 +278,9 @@ def _begin(layout: Layout, state_dtype: Any) -> UntunedState:
 
 
 def _check_numbers(factor: Any, weight_decay: Any) -> None:
+    for name, value in (("factor", factor), ("weight_decay", weight_decay)):
+        if value is None:  # a tree without leaves
+            raise TypeError(f"{name} must be a number or a tree of numbers, got None")
     for value in jax.tree.leaves(factor):
         if not callable(value):
             check_number("factor", value, "1.0 is none; a schedule is a function")
@@ -344,7 +347,13 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
             f"got none in {type(state).__name__}"
         )
     for one in found:
-        params = jax.tree.map(_averaged_leaf, one.lead, one.master, params, is_leaf=is_hole)
+        try:
+            params = jax.tree.map(_averaged_leaf, one.lead, one.master, params, is_leaf=is_hole)
+        except ValueError as error:
+            raise ValueError(
+                "the state of untuned is not of these parameters: hand over those that it was "
+                "made for (within optax.flatten, one vector)"
+            ) from error
     return params
 
 

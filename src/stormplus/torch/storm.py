@@ -160,6 +160,7 @@ class PairedOptimizer(BaseOptimizer):
         if closure is None:
             raise TypeError(closure_needed(self))
         evaluate = torch.enable_grad()(closure)
+        self._notice_emptied()
         with self.lock():
             if self.pending:  # an earlier call was left halfway, and its sample is gone
                 self.restart()
@@ -176,9 +177,8 @@ class PairedOptimizer(BaseOptimizer):
             try:
                 if self._looked:
                     evaluate()
-                else:  # once, at the first pair
-                    self._looked = True
-                    evaluate_and_look(evaluate, roster.params)
+                else:  # once, at the first pair that can tell
+                    self._looked = evaluate_and_look(evaluate, roster.params)
                 fresh.check()
                 self._estimate()
             except BaseException:
@@ -190,7 +190,9 @@ class PairedOptimizer(BaseOptimizer):
     def _move(self) -> Roster:
         self._tell("before_move")
         roster = self._roster()
-        bundles = [bundle for bundle in roster.bundles() if not bundle.joining]
+        bundles = roster.bundles()
+        _require_gradient(bundles)
+        bundles = [bundle for bundle in bundles if not bundle.joining]
         if self._check_finite:
             self._probe(bundles, roster)
         self._run["phase"] = START  # a pass that is interrupted leaves no estimator
@@ -209,8 +211,7 @@ class PairedOptimizer(BaseOptimizer):
         roster = self._roster(look=not self.pending)  # else `_move` has looked
         run = self._run
         bundles = roster.bundles()
-        if not bundles:
-            raise RuntimeError("no parameter has a gradient: the closure must call loss.backward()")
+        _require_gradient(bundles)
         phase = run["phase"]
         run["phase"] = START  # a pass that is interrupted leaves no estimator
         totals, now = Totals(2, roster, run["step"]), self._now()
@@ -340,6 +341,7 @@ class PairedOptimizer(BaseOptimizer):
         Afterwards the parameters are at the next point: evaluate the same sample again
         and call `estimate()`.
         """
+        self._notice_emptied()
         if self._run["phase"] != READY:
             raise RuntimeError(
                 "move() comes after estimate(): "
@@ -354,6 +356,7 @@ class PairedOptimizer(BaseOptimizer):
 
     def estimate(self) -> None:
         """Second half of a step, and the whole of the first one: `d` from the gradient here."""
+        self._notice_emptied()
         if self._run["phase"] == READY:
             raise RuntimeError(
                 "estimate() comes after move(): evaluate a new sample, call move(), evaluate "
@@ -494,6 +497,15 @@ class _Generators:
 
     def __deepcopy__(self, memo: Any) -> _Generators:
         return self  # a copy of an optimizer replays the user's generators, not copies of them
+
+
+def _require_gradient(bundles: list[Bundle]) -> None:
+    """Half a pair would be missing: a parameter without a gradient is zero, all are a mistake."""
+    if not any(bundle.has_grad for bundle in bundles):
+        raise RuntimeError(
+            "no parameter has a gradient: the closure must call loss.backward(), each time that "
+            "it is called"
+        )
 
 
 def closure_needed(opt: object) -> str:

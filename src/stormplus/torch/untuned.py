@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator
+from numbers import Real
 from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
@@ -334,17 +335,15 @@ class Untuned(BaseOptimizer):
         Without a step so far the parameters stay as they are. Calling it twice is calling it
         once.
         """
+        roster = self._roster()
         if self.at_average:
             return
-        for p in self.parameters():
-            state = self.state[p]
-            if "lead" not in state:
-                continue
-            state["iterate"] = p.detach().clone()
+        for member in roster.members:
+            x, _, buffers, state = roster.item(member, None)
+            state["iterate"] = member.p.detach().clone()
             if state["joined"] == JOINED:
-                y = state.get("master", p).detach()
-                lead = state["lead"].to(y.dtype)
-                p.copy_(torch.sub(y, lead, alpha=1 - INTERPOLATION))
+                y = _in_full(x, *buffers[3:])
+                x.copy_(torch.sub(y, buffers[0].to(y.dtype), alpha=1 - INTERPOLATION))
         self._run["averaged"] = 1
 
     @torch.no_grad()
@@ -368,7 +367,7 @@ class Untuned(BaseOptimizer):
         if group["lr"] != 1.0 and not self._renewing:
             raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {_NO_LR}")
         factor = group["factor"]
-        if not (isinstance(factor, (int, float)) and 0 <= factor < float("inf")):
+        if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
 
     def _check_saved(self, state_dict: State) -> None:

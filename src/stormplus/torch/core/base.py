@@ -58,6 +58,7 @@ class BaseOptimizer(Optimizer, ABC):
         check_choice("scope", scope, SCOPES)
         self._buffers, self._scope, self._check_finite = dict(buffers), scope, check_finite
         self._run: State = {}
+        self._buckets: list[list[Tensor]] = []  # whose numbers the run has, column by column
         self._known: Roster | None = None
         self._pass_hooks: OrderedDict[int, Callable[[Any, str], Any]] = OrderedDict()
         self.generation = 0
@@ -145,12 +146,27 @@ class BaseOptimizer(Optimizer, ABC):
         Args:
             look: Look at all parameters. If not, those that were frozen are taken to be so still.
         """
+        self._notice_emptied()
         known = self._known
-        if known is None or not (known.describes(self.param_groups) if look else known.holds()):
+        if known is None or not (
+            known.describes(self.param_groups, self.state) if look else known.holds()
+        ):
+            if self._run:
+                self._make_room()
             self._known = known = Roster(self.param_groups, self.state, self._scope, self._buffers)
             self._place_run(self._run)
             self._views = _Views(self._numbers)
         return known
+
+    def _notice_emptied(self) -> None:
+        """Begin anew if somebody has emptied `state`, which is how torch's own are reset."""
+        if not self._run or "run" in self.state.get(self._keeper, ()):
+            return
+        if any("joined" in state for state in self.state.values()):  # of one parameter only
+            self._place_run(self._run)
+            self._known = None
+        else:
+            self.reset()
 
     def _place_run(self, run: State) -> None:
         """Keep the run's numbers with the first trainable parameter: in its state, on its device.
@@ -160,16 +176,19 @@ class BaseOptimizer(Optimizer, ABC):
         for state in self.state.values():
             state.pop("run", None)
         params = self.parameters()
-        keeper = next((p for p in params if p.requires_grad), params[0])
-        if "step" in run and run["step"].device != keeper.device:
-            run = states.copied(run, keeper.device)
-        self._run = self.state[keeper]["run"] = run
+        self._keeper = next((p for p in params if p.requires_grad), params[0])
+        if "step" in run and run["step"].device != self._keeper.device:
+            run = states.copied(run, self._keeper.device)
+        self._run = self.state[self._keeper]["run"] = run
 
     # -- groups ----------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each begins at its first gradient."""
         part_names(param_group)
+        self._notice_emptied()
+        if self._run and self.parameters():
+            self._make_room()  # so that who has left and comes again begins anew
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
@@ -188,28 +207,43 @@ class BaseOptimizer(Optimizer, ABC):
             self._make_room()
 
     def _make_room(self) -> None:
-        """Room for the run's numbers: all of them at first, later those of buckets that come."""
-        groups, params = self.param_groups, self.parameters()
-        buckets = {"global": 1, "group": len(groups), "tensor": len(params)}[self._scope]
+        """A column of the run's numbers for each bucket: what it has learned, or a fresh one.
+
+        Parameters come, go, and lose their state; what was learned stays with those that remain.
+        """
+        params = self.parameters()
         if not self._run:
             constants = {"format": FORMAT, "identity": states.encoded(self._identity())}
             self._place_run(constants | self._begin())
-        known = self._run.get("step", torch.zeros(0))
+        known = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
+        for p in self.state.keys() - set(params):
+            del self.state[p]
+        self._buckets = self._sorted_into_buckets()
+        fresh = len(self._run.get("step", ()))
+        columns = [
+            next((known[p] for p in bucket if p in known and "joined" in self.state[p]), fresh)
+            for bucket in self._buckets
+        ]
         device = next((p.device for p in params if p.requires_grad), params[0].device)
-        like = torch.zeros(
-            max(0, buckets - len(known)), dtype=states.accumulator_dtype(device), device=device
-        )
-        for name, start in self._numbers.items():  # what the buckets so far have learned is kept
-            fresh = like + start
-            old = self._run.get(name)
-            self._run[name] = fresh if old is None else torch.cat([old.to(device), fresh])
+        if columns != list(range(fresh)):
+            for name, start in self._numbers.items():
+                one = torch.full((1,), start, dtype=states.accumulator_dtype(device), device=device)
+                old = self._run.get(name, one[:0]).to(device)
+                self._run[name] = torch.cat([old, one])[columns]
         self._place_run(self._run)
+
+    def _sorted_into_buckets(self) -> list[list[Tensor]]:
+        """The parameters by whom they share their sums with."""
+        if self._scope == "tensor":
+            return [[p] for p in self.parameters()]
+        groups: list[list[Tensor]] = [list(group["params"]) for group in self.param_groups]
+        return groups if self._scope == "group" else [self.parameters()]
 
     def reset(self) -> None:
         """Begin anew: the state is as after construction, with the parameters as they are."""
         groups, self.param_groups = self.param_groups, []
         self.state.clear()
-        self._run = {}
+        self._run, self._buckets = {}, []
         self.generation += 1
         self._renewing = True
         for group in groups:
@@ -240,7 +274,8 @@ class BaseOptimizer(Optimizer, ABC):
         buffers = {**self._buffers, **self._lent}
 
         def look(_: Optimizer, loaded: State) -> None:
-            states.check_loadable(loaded, self._run, self._identity(), type(self).__name__)
+            buckets = len(self._sorted_into_buckets())
+            states.check_loadable(loaded, self._run, buckets, self._identity(), type(self).__name__)
             states.check_groups(loaded, self.defaults)
             states.check_shapes(loaded, self.parameters(), buffers)
             self._check_saved(loaded)
@@ -252,6 +287,7 @@ class BaseOptimizer(Optimizer, ABC):
                 self.state[p] = states.restored(saved["state"].get(i, {}), p, buffers)
             run = states.run_of(saved)
             assert run is not None  # `look` has refused it
+            self._buckets = self._sorted_into_buckets()
             self._place_run(states.copied(run, run["step"].device))
             self._known = None
             self.generation += 1
@@ -267,7 +303,8 @@ class BaseOptimizer(Optimizer, ABC):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        kept = ("_run", "_scope", "_check_finite", "_buffers", "generation", *self._kept)
+        common = ("_run", "_buckets", "_keeper", "_scope", "_check_finite", "_buffers")
+        kept = (*common, "generation", *self._kept)
         own = {name: vars(self)[name] for name in kept if name in vars(self)}
         return super().__getstate__() | own | {"_known": None, "_pass_hooks": OrderedDict()}
 

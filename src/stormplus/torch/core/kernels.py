@@ -113,6 +113,8 @@ def split(limit: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def flat_views(*tensors: Tensor) -> tuple[Tensor, ...] | None:
     """One-dimensional views in the order of memory, if the tensors are laid out alike."""
+    if any(t.shape != tensors[0].shape for t in tensors):
+        return None
     if not all(t.is_contiguous() for t in tensors):
         strides = tensors[0].stride()
         if any(t.stride() != strides for t in tensors):
@@ -589,6 +591,8 @@ def _alike(item: Item) -> bool:
     if (buffers[0].dtype, buffers[0].device) != (wide_dtype(x.dtype), x.device):
         return False
     tensors = (x, *buffers) if g is None else (x, g, *buffers)
+    if any(t.shape != x.shape for t in tensors):
+        return False
     return all(t.is_contiguous() for t in tensors) or flat_views(*tensors) is not None
 
 

@@ -87,6 +87,12 @@ class Buffer:
         buffer: Tensor | None = state.get(name)
         dtype = self.dtype_for(p)
         if buffer is not None:
+            if tuple(buffer.shape) != self.shape_for(p):
+                raise ValueError(
+                    f"a parameter has the shape {tuple(p.shape)} now, and a state of the shape "
+                    f"{tuple(buffer.shape)}: it was resized. Begin anew, with opt.reset() or a new "
+                    "optimizer, or give the new parameter as such, with opt.add_param_group()"
+                )
             if buffer.device != p.device or buffer.dtype != dtype:
                 state[name] = buffer.to(p.device, dtype)
         elif self.sampled:
@@ -125,12 +131,15 @@ def run_of(state_dict: State) -> State | None:
     return next((e["run"] for e in state_dict["state"].values() if "run" in e), None)
 
 
-def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], name: str) -> None:
+def check_loadable(
+    state_dict: State, run: State, buckets: int, identity: Mapping[str, Any], name: str
+) -> None:
     """Refuse a state that an optimizer cannot go on from, before anything has changed.
 
     Args:
         state_dict: What `load_state_dict` received.
         run: The optimizer's own numbers.
+        buckets: How many sets of them it has.
         identity: The optimizer's own.
         name: The optimizer's class.
     """
@@ -168,10 +177,10 @@ def check_loadable(state_dict: State, run: State, identity: Mapping[str, Any], n
             f"the state of {name} has no {', '.join(lacking)}: load it with the version of "
             "stormplus that saved it"
         )
-    if saved["step"].shape != run["step"].shape:
+    if len(saved["step"]) != buckets:
         raise ValueError(
-            f"the state has {len(saved['step'])} sets of sums, {name} has "
-            f"{len(run['step'])}: give it the same parameters and groups"
+            f"the state has {len(saved['step'])} sets of sums, {name} has {buckets}: give it the "
+            "same parameters and groups"
         )
 
 

@@ -21,7 +21,7 @@ from stormplus.torch.core.sharding import (
     norm_groups,
     sum_over_processes,
 )
-from stormplus.torch.core.state import FROZEN, JOINED, Buffers, Numbers, State
+from stormplus.torch.core.state import FROZEN, JOINED, WAITING, Buffers, Numbers, State
 
 _requires_grad, _grad, _layout, _dtype = map(
     attrgetter, ("requires_grad", "grad", "layout", "dtype")
@@ -128,6 +128,7 @@ class Kept:
         self._owners = [i for i, count in enumerate(counts) for _ in range(count)]
         self._counts = counts
         self._dtypes = [item.x.dtype for item in items]
+        self._sizes = [item.x.numel() for item in items]
         self._strides = [item.x.stride() for item in items]
         # The stride of a dimension of size 1 says nothing, and gradients have any there.
         self._contiguous = all(item.x.is_contiguous() for item in items)
@@ -161,6 +162,7 @@ class Kept:
             or not {*map(type, buffers)} <= {Tensor}
             or {*map(_layout, gs)} != {torch.strided}
             or list(map(_dtype, gs)) != self._dtypes
+            or list(map(Tensor.numel, gs)) != self._sizes
             or not self._laid_out_as_before(gs)
             or list(zip(map(_dtype, buffers), map(Tensor.stride, buffers))) != self._buffers
             # The same tensor may lie elsewhere: after `share_memory_()`, say.
@@ -205,6 +207,7 @@ class Roster:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
         self._frozen = [p for p in everyone if not p.requires_grad]
+        self._count = len(set(everyone))
         self._states, self._buffers = states, buffers
         self.members: list[Member] = []
         self.params = [p for p in everyone if p.requires_grad]
@@ -215,6 +218,7 @@ class Roster:
         places = ((i, p) for i, group in enumerate(groups) for p in group["params"])
         for j, (i, p) in enumerate(places):
             state = states[p]
+            state.setdefault("joined", WAITING)  # it came, or its state was taken away
             if not p.requires_grad:  # never moved, and its buffers are dropped
                 for name in buffers:
                     state.pop(name, None)
@@ -231,10 +235,13 @@ class Roster:
         self._where = self._kinds()
         self._kept: list[tuple[Bundle, Kept]] = []
 
-    def describes(self, groups: list[dict[str, Any]]) -> bool:
+    def describes(self, groups: list[dict[str, Any]], states: dict[Tensor, State]) -> bool:
         """Whether these are the same parameters, as they were, and the same of them trainable."""
         return (
             len(groups) == len(self._groups)
+            and states is self._states
+            and len(states) == self._count
+            and all(states.values())  # nor is one empty
             and all(
                 group is known
                 and len(group["params"]) == len(params)
@@ -253,9 +260,8 @@ class Roster:
         return list(map(_kind, self.params)), list(map(Tensor.stride, self.params))
 
     def sizes_like(self, numbers: Tensor | Numbers) -> Tensor | Numbers:
-        """The sizes as a vector like the run's; a bucket whose parameters are gone has size 1."""
+        """The sizes as a vector like the run's; a bucket without a parameter has size 1."""
         sizes = [max(size, 1) for size in self.sizes]
-        sizes += [1] * (len(numbers) - len(sizes))
         if isinstance(numbers, Tensor):
             return torch.tensor(sizes).to(numbers, non_blocking=True)
         return np.array(sizes, dtype=np.float64)
@@ -272,17 +278,25 @@ class Roster:
                 g = None  # zeros left from before it was frozen say nothing
             if g is None and joined != JOINED:
                 continue
-            if g is not None and g.layout != torch.strided:
-                name = name_of([group for group, _ in self._groups], p)
+            if g is not None and g.shape != p.shape:
                 raise RuntimeError(
-                    f"the gradient of {name} is sparse ({g.layout}), which is not supported: make "
-                    "it dense, for example with nn.Embedding(..., sparse=False)"
+                    f"the gradient of {self._name_of(p)} has the shape {tuple(g.shape)}: it is of "
+                    "a parameter that was resized since; call opt.zero_grad() before the backward "
+                    "pass"
+                )
+            if g is not None and g.layout != torch.strided:
+                raise RuntimeError(
+                    f"the gradient of {self._name_of(p)} is sparse ({g.layout}), which is not "
+                    "supported: make it dense, for example with nn.Embedding(..., sparse=False)"
                 )
             if g is not None:
                 g = _local(g) if type(p) in _PLAIN else local_gradient(p, g)
                 if g.is_neg():  # the native passes see memory, not what torch makes of it
                     g = g.resolve_neg()
             yield member, g, joined != JOINED
+
+    def _name_of(self, p: Tensor) -> str:
+        return name_of([group for group, _ in self._groups], p)
 
     def item(self, member: Member, g: Tensor | None) -> Item:
         """A parameter as a pass sees it."""
@@ -432,17 +446,21 @@ class FreshGradients:
             )
 
 
-def evaluate_and_look(evaluate: Callable[[], Any], params: Iterable[Tensor]) -> None:
+def evaluate_and_look(evaluate: Callable[[], Any], params: Iterable[Tensor]) -> bool:
     """Evaluate again; warn if the gradients were added to those of the evaluation before.
 
     One small parameter tells, by what autograd hands to it: several backward passes in a closure
-    that zeroes first are no mistake.
+    that zeroes first are no mistake. It needs a gradient other than zero to tell by.
+
+    Returns:
+        Whether that was seen, or never will be; if not, look at the next pair too.
     """
     known = [p for p in params if p.grad is not None and p.grad.numel() and type(p) in _PLAIN]
-    p = min(known, key=Tensor.numel, default=None)
-    if p is None or p.grad is None or p.is_meta:
+    known = sorted((p for p in known if not p.is_meta), key=Tensor.numel)
+    p = next((p for p in known if p.grad is not None and bool(p.grad.any())), None)
+    if p is None or p.grad is None:
         evaluate()
-        return
+        return not known
     before, value = p.grad, p.grad.detach().clone()
     parts: list[Tensor] = []
     hook = p.register_hook(lambda g: parts.append(g.detach().clone()))
@@ -451,9 +469,14 @@ def evaluate_and_look(evaluate: Callable[[], Any], params: Iterable[Tensor]) -> 
     finally:
         hook.remove()
     if p.grad is not before or not parts:  # a new tensor, or not written by autograd
-        return
+        return True
     own = torch.stack(parts).sum(0)
-    if torch.allclose(before, value + own) and not torch.allclose(before, own):
+    size, rest = value.abs().amax(), (before - own - value).abs().amax()
+    largest = torch.stack([size, own.abs().amax(), before.abs().amax()]).amax()
+    rounding = 16 * torch.finfo(largest.dtype).eps * largest
+    if not bool(size > 4 * rounding):  # nor if one of them is not finite
+        return False
+    if bool(rest <= rounding):
         warnings.warn(
             "the closure does not zero the gradients: those of the second evaluation were added "
             "to those of the first, and every step will be wrong. Call opt.zero_grad() in it, "
@@ -461,3 +484,4 @@ def evaluate_and_look(evaluate: Callable[[], Any], params: Iterable[Tensor]) -> 
             RuntimeWarning,
             stacklevel=2,
         )
+    return True
