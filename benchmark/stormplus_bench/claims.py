@@ -16,7 +16,13 @@ from itertools import product
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
-METRICS = ("train_loss", "valid_loss", "train_accuracy", "valid_accuracy")
+NAMES = {
+    "train_loss": "training loss",
+    "valid_loss": "test loss",
+    "train_accuracy": "training accuracy",
+    "valid_accuracy": "test accuracy",
+}
+METRICS = tuple(NAMES)
 TRAINING, TEST = ("train_loss", "train_accuracy"), ("valid_accuracy",)
 RIVALS = ("SGD momentum", "AdaGrad", "Adam")
 AXES = {"epoch": "epochs", "evaluations": "gradient evaluations"}
@@ -100,20 +106,41 @@ class Standings:
         """A gap of no more is none: between seeds, the two ranges touch."""
         return self.unsure[method][metric] + self.unsure[other][metric]
 
+    def told(self, method: str, other: str, metric: str) -> str:
+        """Two values side by side, in words."""
+        one, two = (f"{m} {self.values[m][metric]:.2g}" for m in (method, other))
+        return f"{NAMES[metric]}: {one}, {two}"
+
     def limit(self, method: str, other: str, metric: str) -> float:
         """Up to which gap two methods are called close."""
         smaller = min(self.values[method][metric], self.values[other][metric])
         return max(CLOSE, 0.1 * smaller) if metric.endswith("loss") else CLOSE
 
 
-def verdicts(frame: pd.DataFrame, reading: Reading) -> dict[str, str]:
-    """What the rows say of each claim: "seen", "not seen", "inconclusive".
+class Verdict(str):
+    """A finding in a word, "seen", "not seen" or "inconclusive".
+
+    Attributes:
+        why: Of what is not seen, the gap that says so the loudest.
+    """
+
+    __slots__ = ("why",)
+    why: str
+
+    def __new__(cls, word: str, why: str = "") -> Verdict:
+        self = super().__new__(cls, word)
+        self.why = why
+        return self
+
+
+def verdicts(frame: pd.DataFrame, reading: Reading) -> dict[str, Verdict]:
+    """What the rows say of each claim.
 
     Where a method that a reading needs is not there: `NOT_RUN`.
     """
     frame = frame[frame["method"].isin(reading.methods)]
     if not set(reading.methods) <= set(frame["method"]):
-        return dict.fromkeys(CLAIMS, NOT_RUN)
+        return dict.fromkeys(CLAIMS, Verdict(NOT_RUN))
     ends = Standings(frame, reading.axis)
     ours, rivals = [reading.ours], list(RIVALS)
     storms = [reading.storm, reading.ours]
@@ -133,44 +160,49 @@ def verdicts(frame: pd.DataFrame, reading: Reading) -> dict[str, str]:
     return dict(zip(CLAIMS, found, strict=True))
 
 
-def _both(*verdicts: str) -> str:
-    if "not seen" in verdicts:
-        return "not seen"
-    return "seen" if set(verdicts) == {"seen"} else "inconclusive"
+def _both(*verdicts: Verdict) -> Verdict:
+    for verdict in verdicts:
+        if verdict == "not seen":
+            return verdict
+    return Verdict("seen" if set(verdicts) == {"seen"} else "inconclusive")
 
 
 def _better(
     ends: Standings, methods: list[str], others: list[str], metrics: tuple[str, ...]
-) -> str:
+) -> Verdict:
     """Every method better than every other one, in every metric, by more than is unsure."""
-    found = [
-        (ends.gap(m, o, metric), ends.noise(m, o, metric))
-        for m, o, metric in product(methods, others, metrics)
-    ]
-    if any(gap < -noise for gap, noise in found):
-        return "not seen"
-    return "seen" if all(gap > noise for gap, noise in found) else "inconclusive"
+    cases = list(product(methods, others, metrics))
+    found = [(ends.gap(*case), ends.noise(*case)) for case in cases]
+    # How far behind, in units of what is close; two that diverged are level.
+    behind = [-(gap + noise) / ends.limit(*case) for case, (gap, noise) in zip(cases, found)]
+    if max(behind) > 0:
+        return Verdict("not seen", ends.told(*cases[int(np.argmax(behind))]))
+    return Verdict("seen" if all(gap > noise for gap, noise in found) else "inconclusive")
 
 
 def _slight(
     ends: Standings, methods: list[str], others: list[str], metrics: tuple[str, ...]
-) -> str:
+) -> Verdict:
     """No method far ahead of the best other one, in any metric."""
     cases = [(m, ends.best(others, metric), metric) for m, metric in product(methods, metrics)]
     return _within(ends, cases, ahead_only=True)
 
 
-def _close(ends: Standings, pairs: list[tuple[str, str]], metrics: tuple[str, ...]) -> str:
+def _close(ends: Standings, pairs: list[tuple[str, str]], metrics: tuple[str, ...]) -> Verdict:
     """Every pair close in every metric."""
     return _within(ends, [(*pair, metric) for pair, metric in product(pairs, metrics)])
 
 
-def _within(ends: Standings, cases: list[tuple[str, str, str]], *, ahead_only: bool = False) -> str:
+def _within(
+    ends: Standings, cases: list[tuple[str, str, str]], *, ahead_only: bool = False
+) -> Verdict:
     """Every gap within the limit of what is close, by more than is unsure."""
     found = []
     for case in cases:
         gap = ends.gap(*case)
         found.append((gap if ahead_only else abs(gap), ends.noise(*case), ends.limit(*case)))
-    if any(not gap - noise <= limit for gap, noise, limit in found):
-        return "not seen"
-    return "seen" if all(gap + noise <= limit for gap, noise, limit in found) else "inconclusive"
+    apart = [(gap - noise) / limit for gap, noise, limit in found]
+    if max(apart) > 1:
+        return Verdict("not seen", ends.told(*cases[int(np.argmax(apart))]))
+    seen = all(gap + noise <= limit for gap, noise, limit in found)
+    return Verdict("seen" if seen else "inconclusive")

@@ -16,10 +16,9 @@ from matplotlib.figure import Figure
 
 from stormplus.files import write_whole
 from stormplus_bench import figures, finals, markdown, paper_panels, paper_tables, rows
-from stormplus_bench.claims import AXES, METRICS, Reading
+from stormplus_bench.claims import AXES, METRICS, NAMES, Reading
 from stormplus_bench.course import neighbour
 from stormplus_bench.methods import ordered
-from stormplus_bench.paper_tables import PANELS
 
 RATES = (0.001, 0.00316, 0.01, 0.0316, 0.1, 0.316, 1.0, 3.16)
 SOLVERS: dict[str, tuple[str, dict[str, list[str]]]] = {  # by label: benchopt's name and options
@@ -159,7 +158,7 @@ def _long_table(long: pd.DataFrame) -> str:
             "lr": f"{end['lr']:g}",
             "epochs": f"{end['epoch']:.2f}",
             "evaluations": f"{end['evaluations']:.0f}",
-            **{PANELS[name]: f"{end[name]:.3f}" if fine else "diverged" for name in METRICS},
+            **{NAMES[name]: f"{end[name]:.3f}" if fine else "diverged" for name in METRICS},
             "s": f"{end['seconds']:.0f}",
         }
     return markdown.table(pd.DataFrame.from_dict(lines, orient="index"), "method") + "\n"

@@ -13,9 +13,8 @@ from matplotlib.figure import Figure
 
 from stormplus.files import write_whole
 from stormplus_bench import figures
-from stormplus_bench.claims import AXES
+from stormplus_bench.claims import AXES, NAMES
 from stormplus_bench.methods import ordered
-from stormplus_bench.paper_tables import PANELS
 from stormplus_bench.style import DASHED, DOTTED, SOLID, style_of
 
 TOP = 1.5  # times the first loss; what is above would press the rest into one line
@@ -32,11 +31,11 @@ def curves(frame: pd.DataFrame) -> Figure:
     labels = {method: f"{method} (lr {rates[method]:g})" for method in methods}
     tops = _tops(frame)
     words = f"on the grey strip: losses above {TOP} times the first one" if tops else ""
-    places = [(metric, axis) for metric in PANELS for axis in AXES]
+    places = [(metric, axis) for metric in NAMES for axis in AXES]
     drawn, panels = figures.canvas(len(places), 1.9, methods, words, labels=labels)
     for panel, (metric, axis) in zip(panels, places):
         _panel(panel, frame, axis, metric, tops.get(metric))
-        panel.set_title(PANELS[metric], fontsize=9)
+        panel.set_title(NAMES[metric], fontsize=9)
         panel.set_xlabel(AXES[axis], fontsize=8)
     return drawn
 
@@ -44,7 +43,7 @@ def curves(frame: pd.DataFrame) -> Figure:
 def _tops(frame: pd.DataFrame) -> dict[str, float]:
     """Where a loss is too high for its panels, for the losses that come there."""
     started = frame["evaluations"] > 0
-    tops = {m: TOP * float(frame[~started][m].median()) for m in PANELS if m.endswith("loss")}
+    tops = {m: TOP * float(frame[~started][m].median()) for m in NAMES if m.endswith("loss")}
     return {m: top for m, top in tops.items() if not bool((frame[started][m] <= top).all())}
 
 

@@ -10,15 +10,9 @@ from functools import partial
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, markdown
-from stormplus_bench.claims import AXES, CLAIMS, METRICS, Reading, Standings, verdicts
+from stormplus_bench.claims import AXES, CLAIMS, METRICS, NAMES, Reading, Standings, verdicts
 from stormplus_bench.methods import ordered
 
-PANELS = {
-    "train_loss": "training loss",
-    "valid_loss": "test loss",
-    "train_accuracy": "training accuracy",
-    "valid_accuracy": "test accuracy",
-}
 BATCH = 100
 WIDE = 1e4  # from here on a loss is written with an exponent
 
@@ -82,7 +76,7 @@ def standings(frame: pd.DataFrame, axis: str) -> str:
             text = number(value) if math.isfinite(value) else "diverged"
             if ends.seeds[method] > 1 and math.isfinite(value):
                 text += f" ± {number(ends.unsure[method][metric])}"
-            line[PANELS[metric]] = text
+            line[NAMES[metric]] = text
         lines[method] = line
     table = markdown.table(pd.DataFrame.from_dict(lines, orient="index"), "method")
     name = AXES[axis] if ends.reach != 1 else AXES[axis].removesuffix("s")

@@ -1,6 +1,7 @@
 """The course: what is run next, how it goes on, and what its page says."""
 
 import itertools
+import math
 import os
 from functools import partial
 from io import StringIO
@@ -47,6 +48,7 @@ def course_row(method, lr=None, seed=0, loss=0.1, accuracy=0.9):
     if method in ("STORM+", "STORM+ mean"):
         row["estimator"] = {name: [None, 1.0, 1.0, 1.0, 1.0] for name in QUANTITIES}
         row["estimator"]["error_sq"] = [None, 4.0, 1.0, 0.25, 0.0625]
+        row["estimator"]["gain"] = [None, 0.1, 0.1, 0.1, 0.1]
     return row
 
 
@@ -232,10 +234,35 @@ def test_the_page_of_a_whole_course():
         "\n", " "
     )
     # |d - grad f| is 2, 1, 0.5, 0.25 times the mini-batch's error at the places after the first.
-    sentence = "STORM+: the estimator's error is below that of a mini-batch's gradient at 2 of 4"
+    sentence = (
+        "STORM+: yes, at 2 of 4 places. With gains of 0.1 to 0.1 the error of d is 0.25 to 2 times "
+        "that of a mini-batch's gradient, at the end 0.25 times."
+    )
     assert sentence in made.text.replace("\n", " ")
-    assert "0.25 to 2 times as large, at the end 0.25 times" in made.text.replace("\n", " ")
-    assert "| STORM+, epoch 50 | 1 | 1 | 1 | 1 | 1 | 0.5 | 1 | 0.5 |" in made.text
+    assert sentence in made.summary.replace("\n", " ")
+    assert "| STORM+, epoch 50 | 0.1 | 1 | 1 | 1 | 1 | 0.5 | 1 | 0.5 |" in made.text
+    assert r"| $\vert g \vert$ |" in made.text
+    assert "Not learned by heart: STORM+ 0.45 (training 0.90), " in made.summary.replace("\n", " ")
+
+
+@pytest.mark.parametrize(
+    ("gains", "ratios", "sentence"),
+    [
+        ([0.95, 1.0], [0.5, 3.0], "M: no, nothing is averaged. The gain is 0.950 or more, so that"),
+        ([0.5, 0.1], [1.0, 3.0], "M: no. With gains of 0.5 to 0.1 the error of d is 1 to 3 times"),
+        ([0.5, 0.1], [0.5, 0.2], "M: yes, everywhere. With gains of 0.5 to 0.1 the error of d is"),
+        ([0.5, 0.1], [math.nan] * 2, "M: the estimator's error was not measured."),
+    ],
+)
+def test_whether_the_variance_is_reduced_is_told_with_the_gain(gains, ratios, sentence):
+    assert course.reduced("M", pd.DataFrame({"gain": gains, "ratio": ratios})).startswith(sentence)
+
+
+def test_who_knows_the_images_by_heart_comes_first():
+    found = [course_row("Adam", accuracy=1.0), course_row("STORM+", accuracy=0.3)]
+    found.append(course_row("AdaGrad", accuracy=0.995))
+    summary = report(found, COURSE).summary.replace("\n", " ")
+    assert "learned by heart, test accuracy: Adam 0.50, AdaGrad 0.50. Not learned" in summary
 
 
 def test_the_page_says_what_is_not_there_yet():
@@ -250,7 +277,7 @@ def test_the_page_says_what_is_not_there_yet():
     summary = made.summary.replace("\n", " ")
     assert "Not every run of this course has been made yet" in summary
     assert "cannot be judged before STORM mean, AdaGrad has run" in summary
-    assert "accuracy at the end: STORM+ mean 0.90 and 0.45, SGD momentum 0.90 and 0.45" in summary
+    assert "heart: STORM+ mean 0.45 (training 0.90), SGD momentum 0.45 (training 0.90)" in summary
     with pytest.raises(ValueError, match="no run of the course"):
         report([], COURSE)
 

@@ -240,6 +240,16 @@ def test_the_numbers_behind_a_verdict_are_in_a_table():
     assert "| Adam | 0.1 | 1 | 1.000 | 1.000 | 0.620 | 0.620 |" in text
 
 
+def test_what_is_not_seen_has_the_gap_that_says_so_loudest():
+    found = judged(all_at(1.0, paired=0.5, AdaGrad=0.8), all_at(0.6, paired=0.61, Adam=0.62))
+    assert [v.why for v in found.values() if v != "not seen"] == [""] * 4
+    # Losses of 0.5 and 1 are ten tenths of 0.5 apart, those of 0.5 and 0.8 six.
+    assert found[CLAIMS[1]].why == "training loss: STORM+ 0.5, Adam 1"
+    assert found[SMALL].why == "training accuracy: STORM 0.61, Adam 0.62"
+    diverged = judged(all_at(1.0) | {"Adam": None}, all_at(0.5))
+    assert diverged[SLIGHTLY].why == "test accuracy: Adam 0, STORM+ 0.5"
+
+
 @pytest.mark.parametrize(
     ("losses", "accuracies", "expected"),
     [
