@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 from stormplus.files import write_whole
 from stormplus_bench import finals, markdown, paper_panels, paper_tables, rows
 from stormplus_bench.claims import AXES, NOT_RUN, Reading, Standings, Verdict, verdicts
-from stormplus_bench.methods import ordered
+from stormplus_bench.methods import NO_RATE, ordered
 
 # By method: benchopt's name and options, and the first rate. Where there is a sweep it is the best
 # one of it; the others are what moves the parameters about as far as STORM+ mean and SGD do.
@@ -35,7 +35,6 @@ METHODS: dict[str, tuple[str, dict[str, list[str]], float]] = {
     "simplified STORM+": ("simplified-storm-plus", {"norm": ["raw"]}, 0.316),
     "Untuned": ("untuned", {}, 1.0),
 }
-UNTUNED = ("Untuned",)  # one rate: to need no other is what it is for
 RATES = 6  # of a method, at most
 SEEDS = (0, 1)
 FORMS = {"STORM+ mean": "with the authors' recipe", "STORM+": "with the norm as printed"}
@@ -107,7 +106,7 @@ def missing(
             first[m] = [start]
             continue
         neighbours = {neighbour(best[m], step) for step in (-1, 1)} - tried
-        if neighbours and len(tried) < RATES and m not in UNTUNED:
+        if neighbours and len(tried) < RATES and m not in NO_RATE:
             beside[m] = sorted(neighbours)
             continue
         for seed in SEEDS[1:]:
@@ -177,9 +176,10 @@ def report(found: list[dict[str, Any]], course: Course) -> Report:
         *(paper_tables.standings(chosen, axis) for axis in AXES),
         "### The paper's claims at the end of the course\n",
         paper_tables.judged(chosen, READINGS),
-        "### The rates\n",
-        paper_tables.rates(whole[whole["seed"] == SEEDS[0]]),
     ]
+    swept = whole[(whole["seed"] == SEEDS[0]) & ~whole["method"].isin(NO_RATE)]
+    if len(swept):
+        parts += ["### The rates\n", paper_tables.rates(swept)]
     if tables:
         parts += ["### Is the variance reduced?\n", _estimator_table(tables, course)]
     summary = _summary(whole, chosen, course, tables)

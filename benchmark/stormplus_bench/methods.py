@@ -13,6 +13,7 @@ METHODS = (
     *("AdamW cosine", "Schedule-Free warm-up", "Prodigy cosine", "Adam++", "Adam++ cosine"),
     "NadamW",
 )
+NO_RATE = ("Untuned",)  # to need none is what it is for; its rows say 1
 # The few that a small figure, or README, has room for.
 HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
 # README's table: gradients a step, buffers of the model's size, and what is left to choose.

@@ -14,7 +14,7 @@ from matplotlib.figure import Figure
 from stormplus.files import write_whole
 from stormplus_bench import figures
 from stormplus_bench.claims import AXES, NAMES
-from stormplus_bench.methods import ordered
+from stormplus_bench.methods import NO_RATE, ordered
 from stormplus_bench.style import DASHED, DOTTED, SOLID, style_of
 
 TOP = 1.5  # times the first loss; what is above would press the rest into one line
@@ -28,7 +28,10 @@ def curves(frame: pd.DataFrame) -> Figure:
     """
     methods = ordered(frame["method"])
     rates = frame.groupby("method")["lr"].first()
-    labels = {method: f"{method} (lr {rates[method]:g})" for method in methods}
+    labels = {
+        method: method if method in NO_RATE else f"{method} (lr {rates[method]:g})"
+        for method in methods
+    }
     tops = _tops(frame)
     words = f"on the grey strip: losses above {TOP} times the first one" if tops else ""
     places = [(metric, axis) for metric in NAMES for axis in AXES]

@@ -11,7 +11,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, markdown
 from stormplus_bench.claims import AXES, CLAIMS, METRICS, NAMES, Reading, Standings, verdicts
-from stormplus_bench.methods import ordered
+from stormplus_bench.methods import NO_RATE, ordered
 
 BATCH = 100
 WIDE = 1e4  # from here on a loss is written with an exponent
@@ -70,7 +70,8 @@ def standings(frame: pd.DataFrame, axis: str) -> str:
     lrs = frame.groupby("method")["lr"].first()
     lines = {}
     for method in ordered(ends.values):
-        line = {"lr": f"{lrs[method]:g}", "seeds": str(ends.seeds[method])}
+        lr = "" if method in NO_RATE else f"{lrs[method]:g}"
+        line = {"lr": lr, "seeds": str(ends.seeds[method])}
         for metric in METRICS:
             value = ends.values[method][metric]
             text = number(value) if math.isfinite(value) else "diverged"

@@ -225,6 +225,8 @@ def test_the_page_of_a_whole_course():
     assert "At 100 epochs:" in made.text
     assert "At 1000 gradient evaluations:" in made.text
     assert "| Adam | 0.0001 | 2 | 0.100 ± 0.000 | 0.100 ± 0.000 | 0.900 ± 0.000 |" in made.text
+    assert "| Untuned |  | 2 | 0.100 ± 0.000 |" in made.text  # it has no rate to name
+    assert made.text.split("### The rates")[1].count("Untuned") == 0
     assert "STORM mean, STORM+ mean; equal epochs" in made.text
     assert "not run yet" not in made.text
     assert "1,000 images" in made.summary
@@ -280,6 +282,7 @@ def test_the_page_says_what_is_not_there_yet():
     assert "heart: STORM+ mean 0.45 (training 0.90), SGD momentum 0.45 (training 0.90)" in summary
     with pytest.raises(ValueError, match="no run of the course"):
         report([], COURSE)
+    assert "### The rates" not in report([course_row("Untuned")], COURSE).text  # it has none
 
 
 def test_the_best_rate_is_that_of_the_first_seed_at_the_end():
