@@ -173,9 +173,12 @@ def test_a_first_evaluation_that_fails_is_not_seen_by_the_statistics(way, at, fa
     assert model[1].num_batches_tracked == at + 3
 
 
+@pytest.mark.parametrize("failure", ["inf", "no backward"])
 @pytest.mark.parametrize("way", ["closure", "same context", "new context"])
-def test_a_second_evaluation_tried_again_is_the_same_sample(way):
-    # An inf in the second evaluation: statistics and masks are those of one clean evaluation.
+def test_a_second_evaluation_tried_again_is_the_same_sample(way, failure):
+    # A second evaluation that fails: statistics and masks are those of one clean evaluation.
+    kind = FloatingPointError if failure == "inf" else RuntimeError
+    message = "pending" if failure == "inf" else "no parameter has a gradient"
     model, expected = network(), network()
     opt = train(model, "closure", X[:3])
     train(expected, "closure", X[:4])
@@ -184,21 +187,24 @@ def test_a_second_evaluation_tried_again_is_the_same_sample(way):
 
     def evaluate():
         calls.append(None)
-        return backward(model, opt, X[3], float("inf") if len(calls) == 2 else 1.0)
+        loss = backward(model, opt, X[3], float("inf") if len(calls) == 2 else 1.0)
+        if len(calls) == 2 and failure == "no backward":
+            opt.zero_grad()
+        return loss
 
     def complete():
         evaluate()
         opt.estimate()
 
     if way == "closure":
-        with pytest.raises(FloatingPointError):
+        with pytest.raises(kind, match=message):
             opt.step(same_sample(opt, model)(evaluate))
     else:
         with same_sample(opt, model):
             evaluate()
             opt.move()
             evaluate()
-            with pytest.raises(FloatingPointError, match="pending"):
+            with pytest.raises(kind, match=message):
                 opt.estimate()
             if way == "same context":
                 complete()

@@ -758,16 +758,14 @@ def test_the_average_is_told_from_weights_that_were_put_there(dtype):
     )  # fmt: skip
 
 
-def test_a_parameter_that_has_just_been_frozen_stays():
-    p, q = nn.Parameter(draw(3, 4)), nn.Parameter(draw(4, seed=2))
-    opt = Untuned([p, q])
-    UNTUNED.descend(opt, [p, q], [[draw(3, 4, seed=1), draw(4, seed=3)]] * 5)
-    p.requires_grad_(False)
-    before, moves = values([p, q]), opt.state[q]["lead"].clone()
+def test_an_emptied_state_at_the_average_goes_on_from_there():
+    p = nn.Parameter(draw(3, 4))
+    opt = descend(p, *draw(5, 3, 4, seed=1))
     opt.eval()
-    assert_same(p.detach(), before[0])
-    assert bool(moves.any())
-    assert bool((q != before[1]).any())
+    opt.state.clear()
+    assert not opt.at_average
+    UNTUNED.descend(opt, [p], [[draw(3, 4, seed=2)]])
+    assert opt.diagnostics()["step"] == 1
 
 
 def test_a_factor_may_be_a_number_of_numpy():

@@ -349,7 +349,7 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
     for one in found:
         try:
             params = jax.tree.map(_averaged_leaf, one.lead, one.master, params, is_leaf=is_hole)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             raise ValueError(
                 "the state of untuned is not of these parameters: hand over those that it was "
                 "made for (within optax.flatten, one vector)"

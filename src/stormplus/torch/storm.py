@@ -57,8 +57,8 @@ class PairedOptimizer(BaseOptimizer):
 
     A pass hook (`register_pass_hook`) is told of "before_move" (`.grad` holds g~), "after_move",
     "before_estimate" (`.grad` holds g), "after_estimate"; of "failed" when a pass has met a
-    number that is not finite, and has changed nothing; of "restarted" when the estimator is
-    given up.
+    number that is not finite, or no gradient at all, and has changed nothing; of "restarted"
+    when the estimator is given up.
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()` (errors then have names).
@@ -160,7 +160,6 @@ class PairedOptimizer(BaseOptimizer):
         if closure is None:
             raise TypeError(closure_needed(self))
         evaluate = torch.enable_grad()(closure)
-        self._notice_emptied()
         with self.lock():
             if self.pending:  # an earlier call was left halfway, and its sample is gone
                 self.restart()
@@ -190,8 +189,9 @@ class PairedOptimizer(BaseOptimizer):
     def _move(self) -> Roster:
         self._tell("before_move")
         roster = self._roster()
+        roster.let_go()
         bundles = roster.bundles()
-        _require_gradient(bundles)
+        self._require_gradient(bundles)
         bundles = [bundle for bundle in bundles if not bundle.joining]
         if self._check_finite:
             self._probe(bundles, roster)
@@ -209,9 +209,10 @@ class PairedOptimizer(BaseOptimizer):
     def _estimate(self) -> None:
         self._tell("before_estimate")
         roster = self._roster(look=not self.pending)  # else `_move` has looked
+        roster.let_go()
         run = self._run
         bundles = roster.bundles()
-        _require_gradient(bundles)
+        self._require_gradient(bundles)
         phase = run["phase"]
         run["phase"] = START  # a pass that is interrupted leaves no estimator
         totals, now = Totals(2, roster, run["step"]), self._now()
@@ -311,6 +312,15 @@ class PairedOptimizer(BaseOptimizer):
         on_host = step.device.type == "cpu" and type(step) is Tensor
         return self._views.of(self._run) if on_host else self._run
 
+    def _require_gradient(self, bundles: list[Bundle]) -> None:
+        """One that is missing is zero; if all are, half a pair would be missing."""
+        if not any(bundle.has_grad for bundle in bundles):
+            self._tell("failed")
+            raise RuntimeError(
+                "no parameter has a gradient: the closure must call loss.backward(), each time "
+                "that it is called"
+            )
+
     def _probe(self, bundles: list[Bundle], roster: Roster) -> None:
         """Refuse a first gradient that is not finite: nothing has moved yet."""
         found = [kernels_for(bundle).probe(bundle) for bundle in bundles]
@@ -328,11 +338,13 @@ class PairedOptimizer(BaseOptimizer):
     @property
     def started(self) -> bool:
         """Whether there is an estimator: if not, the next sample takes one evaluation."""
+        self._notice_emptied()
         return bool(self._run["phase"] != START)
 
     @property
     def pending(self) -> bool:
         """Whether the parameters have moved and the second evaluation is still to come."""
+        self._notice_emptied()
         return bool(self._run["phase"] == PENDING)
 
     def move(self) -> None:
@@ -341,8 +353,7 @@ class PairedOptimizer(BaseOptimizer):
         Afterwards the parameters are at the next point: evaluate the same sample again
         and call `estimate()`.
         """
-        self._notice_emptied()
-        if self._run["phase"] != READY:
+        if self.pending or not self.started:
             raise RuntimeError(
                 "move() comes after estimate(): "
                 + (
@@ -356,8 +367,7 @@ class PairedOptimizer(BaseOptimizer):
 
     def estimate(self) -> None:
         """Second half of a step, and the whole of the first one: `d` from the gradient here."""
-        self._notice_emptied()
-        if self._run["phase"] == READY:
+        if self.started and not self.pending:
             raise RuntimeError(
                 "estimate() comes after move(): evaluate a new sample, call move(), evaluate "
                 "the same sample again, then call estimate()"
@@ -385,7 +395,7 @@ class PairedOptimizer(BaseOptimizer):
 
     def has_estimator(self, p: Tensor) -> bool:
         """Whether a parameter takes part: it is trainable and has had a gradient."""
-        return p.requires_grad and bool(self.state[p]["joined"] == JOINED)
+        return p.requires_grad and bool(self.state.get(p, {}).get("joined") == JOINED)
 
     @property
     def replays_rng(self) -> bool:
@@ -497,15 +507,6 @@ class _Generators:
 
     def __deepcopy__(self, memo: Any) -> _Generators:
         return self  # a copy of an optimizer replays the user's generators, not copies of them
-
-
-def _require_gradient(bundles: list[Bundle]) -> None:
-    """Half a pair would be missing: a parameter without a gradient is zero, all are a mistake."""
-    if not any(bundle.has_grad for bundle in bundles):
-        raise RuntimeError(
-            "no parameter has a gradient: the closure must call loss.backward(), each time that "
-            "it is called"
-        )
 
 
 def closure_needed(opt: object) -> str:

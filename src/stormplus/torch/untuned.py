@@ -168,6 +168,7 @@ class Untuned(BaseOptimizer):
     @torch.no_grad()
     def _descend(self) -> None:
         roster = self._roster()
+        roster.let_go()
         layout = self._laid_out(roster)
         lots = layout.lots()
         if not lots:
@@ -325,6 +326,7 @@ class Untuned(BaseOptimizer):
     @property
     def at_average(self) -> bool:
         """Whether the parameters hold the average: `eval()` was called, and not `train()`."""
+        self._notice_emptied()
         return bool(self._run["averaged"])
 
     @torch.no_grad()
@@ -335,15 +337,18 @@ class Untuned(BaseOptimizer):
         Without a step so far the parameters stay as they are. Calling it twice is calling it
         once.
         """
-        roster = self._roster()
+        self._roster()  # buffers are where the parameters are
         if self.at_average:
             return
-        for member in roster.members:
-            x, _, buffers, state = roster.item(member, None)
-            state["iterate"] = member.p.detach().clone()
+        for p in self.parameters():
+            state = self.state[p]
+            if "lead" not in state:
+                continue
+            state["iterate"] = p.detach().clone()
             if state["joined"] == JOINED:
-                y = _in_full(x, *buffers[3:])
-                x.copy_(torch.sub(y, buffers[0].to(y.dtype), alpha=1 - INTERPOLATION))
+                x, lead = local(p), local(state["lead"])
+                y = _in_full(x, *[local(state[name]) for name in ("master",) if name in state])
+                x.copy_(torch.sub(y, lead.to(y), alpha=1 - INTERPOLATION))
         self._run["averaged"] = 1
 
     @torch.no_grad()

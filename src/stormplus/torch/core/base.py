@@ -7,7 +7,7 @@ import functools
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from numbers import Real
 from operator import is_
@@ -22,7 +22,7 @@ from stormplus.rules import SCOPES, check_choice
 from stormplus.torch.core import state as states
 from stormplus.torch.core.random import is_expanded
 from stormplus.torch.core.sharding import check_whole
-from stormplus.torch.core.state import FORMAT, WAITING, Buffers, Numbers, State
+from stormplus.torch.core.state import FORMAT, JOINED, WAITING, Buffers, Numbers, State
 from stormplus.torch.core.tensors import Roster
 from stormplus.versions import part_names
 
@@ -187,50 +187,86 @@ class BaseOptimizer(Optimizer, ABC):
         """Add parameters; each begins at its first gradient."""
         part_names(param_group)
         self._notice_emptied()
-        if self._run and self.parameters():
-            self._make_room()  # so that who has left and comes again begins anew
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         try:
-            _check_common_options(group)
-            self._check_options(group)
-            check_whole(group["params"])
+            self._check_group(group)
         except Exception:
             self.param_groups.pop()  # a refused group leaves no trace
             raise
         for p in group["params"]:
-            self.state[p] = {"joined": WAITING}
+            self.state[p] = {}
             for name, buffer in self._buffers.items() if p.requires_grad else ():
                 buffer.place(p, self.state[p], name)
-        self._known = None
         if self.parameters():
             self._make_room()
+
+    def _check_group(self, group: dict[str, Any]) -> None:
+        _check_common_options(group)
+        self._check_options(group)
+        check_whole(group["params"])
 
     def _make_room(self) -> None:
         """A column of the run's numbers for each bucket: what it has learned, or a fresh one.
 
-        Parameters come, go, and lose their state; what was learned stays with those that remain.
+        Parameters come, go, hand their state on and lose it; what was learned stays with them.
         """
+        self._known = None
         params = self.parameters()
         if not self._run:
             constants = {"format": FORMAT, "identity": states.encoded(self._identity())}
             self._place_run(constants | self._begin())
-        known = {p: i for i, bucket in enumerate(self._buckets) for p in bucket}
-        for p in self.state.keys() - set(params):
+        present = set(params)
+        for p in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             del self.state[p]
-        self._buckets = self._sorted_into_buckets()
         fresh = len(self._run.get("step", ()))
-        columns = [
-            next((known[p] for p in bucket if p in known and "joined" in self.state[p]), fresh)
-            for bucket in self._buckets
-        ]
+        columns = self._columns(fresh)
+        self._buckets = self._sorted_into_buckets()
+        for bucket, i in zip(self._buckets, columns):
+            for state in map(self.state.__getitem__, bucket):
+                if i == fresh and state.get("joined") == JOINED:  # with numbers that are not here
+                    state["joined"] = WAITING
+                state.setdefault("joined", WAITING)
         device = next((p.device for p in params if p.requires_grad), params[0].device)
-        if columns != list(range(fresh)):
-            for name, start in self._numbers.items():
-                one = torch.full((1,), start, dtype=states.accumulator_dtype(device), device=device)
-                old = self._run.get(name, one[:0]).to(device)
-                self._run[name] = torch.cat([old, one])[columns]
+        self._pick_columns(columns, fresh, device)
         self._place_run(self._run)
+
+    def _columns(self, fresh: int) -> list[int]:
+        """Where the run has the numbers of each bucket of now; `fresh` if nowhere."""
+        known: dict[Tensor, list[int]] = {}
+        for i, bucket in enumerate(self._buckets):
+            for p in bucket:
+                known.setdefault(p, []).append(i)
+        columns: list[int | None] = []
+        handed = []  # buckets of unknown tensors with a state: somebody has put it there
+        for bucket in self._sorted_into_buckets():
+            found: Counter[int] = Counter()
+            for p in bucket:
+                places = known.get(p) if "joined" in self.state[p] else None
+                if places:  # torch allows duplicates
+                    found[places.pop(0) if len(places) > 1 else places[0]] += 1
+            columns.append(found.most_common(1)[0][0] if found else None)
+            handed.append(not found and any("joined" in self.state[p] for p in bucket))
+        taken = set(columns)
+        for i, column in enumerate(columns):
+            if column is None and handed[i] and i < fresh and i not in taken:
+                columns[i] = i  # in the place of another that has left
+        return [fresh if column is None else column for column in columns]
+
+    def _pick_columns(self, columns: list[int], fresh: int, device: torch.device) -> None:
+        """Put the run's numbers into this order; `fresh` is one that begins."""
+        if columns == list(range(fresh)):
+            return
+        come = len(columns) - fresh
+        index = None
+        if columns != [*range(fresh), *[fresh] * come]:  # somebody has left
+            come, index = 1, torch.tensor(columns, device=device)
+        dtype = states.accumulator_dtype(device)
+        for name, start in self._numbers.items():
+            new = torch.full((come,), start, dtype=dtype, device=device)
+            old = self._run.get(name)
+            value = new if old is None else torch.cat([old.to(device), new])
+            self._run[name] = value if index is None else value[index]
 
     def _sorted_into_buckets(self) -> list[list[Tensor]]:
         """The parameters by whom they share their sums with."""
@@ -241,14 +277,19 @@ class BaseOptimizer(Optimizer, ABC):
 
     def reset(self) -> None:
         """Begin anew: the state is as after construction, with the parameters as they are."""
-        groups, self.param_groups = self.param_groups, []
-        self.state.clear()
-        self._run, self._buckets = {}, []
-        self.generation += 1
+        groups = list(self.param_groups)
         self._renewing = True
-        for group in groups:
-            self.add_param_group(group)
-        self._renewing = False
+        try:
+            for group in groups:
+                self._check_group(group)  # before anything is lost
+            self.param_groups.clear()
+            self.state.clear()
+            self._run, self._buckets = {}, []
+            self.generation += 1
+            for group in groups:
+                self.add_param_group(group)
+        finally:
+            self._renewing = False
 
     # -- checkpoints and copies ------------------------------------------------------------------
 

@@ -21,7 +21,7 @@ from stormplus.torch.core.sharding import (
     norm_groups,
     sum_over_processes,
 )
-from stormplus.torch.core.state import FROZEN, JOINED, WAITING, Buffers, Numbers, State
+from stormplus.torch.core.state import FROZEN, JOINED, Buffers, Numbers, State
 
 _requires_grad, _grad, _layout, _dtype = map(
     attrgetter, ("requires_grad", "grad", "layout", "dtype")
@@ -207,7 +207,8 @@ class Roster:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
         self._frozen = [p for p in everyone if not p.requires_grad]
-        self._count = len(set(everyone))
+        self._leaving: list[Tensor] = []
+        self._count = len(states)
         self._states, self._buffers = states, buffers
         self.members: list[Member] = []
         self.params = [p for p in everyone if p.requires_grad]
@@ -217,12 +218,11 @@ class Roster:
         self.process_groups: list[Groups] = []
         places = ((i, p) for i, group in enumerate(groups) for p in group["params"])
         for j, (i, p) in enumerate(places):
-            state = states[p]
-            state.setdefault("joined", WAITING)  # it came, or its state was taken away
-            if not p.requires_grad:  # never moved, and its buffers are dropped
-                for name in buffers:
-                    state.pop(name, None)
-                state["joined"] = FROZEN
+            if not p.requires_grad:
+                if states[p].get("joined") == JOINED:
+                    self._leaving.append(p)  # with the next step: see `let_go`
+                else:
+                    self._drop(p)
                 continue
             bucket = {"global": 0, "group": i, "tensor": j}[scope]
             self.sizes[bucket] += p.numel() * (2 if p.is_complex() else 1)
@@ -230,7 +230,7 @@ class Roster:
             if shards not in self.process_groups:
                 self.process_groups.append(shards)
             for name, buffer in buffers.items():
-                buffer.place(p, state, name)
+                buffer.place(p, states[p], name)
             self.members.append(Member(p, groups[i], i, bucket, shards))
         self._where = self._kinds()
         self._kept: list[tuple[Bundle, Kept]] = []
@@ -240,8 +240,6 @@ class Roster:
         return (
             len(groups) == len(self._groups)
             and states is self._states
-            and len(states) == self._count
-            and all(states.values())  # nor is one empty
             and all(
                 group is known
                 and len(group["params"]) == len(params)
@@ -253,8 +251,26 @@ class Roster:
         )
 
     def holds(self) -> bool:
-        """Whether the trainable parameters are so still, and as they were."""
-        return all(map(_requires_grad, self.params)) and self._kinds() == self._where
+        """Whether the trainable parameters are so still, and as they were, and so is the state."""
+        return (
+            all(map(_requires_grad, self.params))
+            and len(self._states) == self._count
+            and all(self._states.values())  # none is empty
+            and self._kinds() == self._where
+        )
+
+    def let_go(self) -> None:
+        """Drop the buffers of who is frozen: a step is taken without them.
+
+        Not before: who is frozen for a while, as one half of a GAN is, goes on as it was.
+        """
+        while self._leaving:
+            self._drop(self._leaving.pop())
+
+    def _drop(self, p: Tensor) -> None:
+        for name in self._buffers:
+            self._states[p].pop(name, None)
+        self._states[p]["joined"] = FROZEN
 
     def _kinds(self) -> tuple[list[Any], list[Any]]:
         return list(map(_kind, self.params)), list(map(Tensor.stride, self.params))
@@ -405,7 +421,9 @@ def name_of(groups: list[dict[str, Any]], p: Tensor) -> str:
             if q is p:
                 where = f"parameter {j} of group {i}"
                 named = group.get("param_names")
-                return f"{where} ('{named[j]}')" if named else f"{where}, shape {tuple(p.shape)}"
+                if named and len(named) == len(group["params"]):  # else it was changed by hand
+                    return f"{where} ('{named[j]}')"
+                return f"{where}, shape {tuple(p.shape)}"
     raise KeyError("not a parameter of this optimizer")
 
 
