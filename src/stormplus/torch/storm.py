@@ -161,14 +161,15 @@ class PairedOptimizer(BaseOptimizer):
             raise TypeError(closure_needed(self))
         evaluate = torch.enable_grad()(closure)
         with self.lock():
-            if self.pending:  # an earlier call was left halfway, and its sample is gone
+            streams = self.random_streams()
+            if (
+                self._run["phase"] == PENDING
+            ):  # an earlier call was left halfway, its sample is gone
                 self.restart()
-            if not self.started:
-                loss = evaluate()
+            loss = evaluate()
+            if self._run["phase"] == START:
                 self._estimate()
                 return loss
-            streams = self.random_streams()
-            loss = evaluate()
             roster = self._move()
             if self.replays_rng:
                 streams.rewind()
@@ -189,7 +190,6 @@ class PairedOptimizer(BaseOptimizer):
     def _move(self) -> Roster:
         self._tell("before_move")
         roster = self._roster()
-        roster.let_go()
         bundles = roster.bundles()
         self._require_gradient(bundles)
         bundles = [bundle for bundle in bundles if not bundle.joining]
@@ -208,8 +208,7 @@ class PairedOptimizer(BaseOptimizer):
     @torch.no_grad()
     def _estimate(self) -> None:
         self._tell("before_estimate")
-        roster = self._roster(look=not self.pending)  # else `_move` has looked
-        roster.let_go()
+        roster = self._roster(look=self._run["phase"] != PENDING)  # else `_move` has looked
         run = self._run
         bundles = roster.bundles()
         self._require_gradient(bundles)

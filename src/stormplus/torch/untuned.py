@@ -168,7 +168,6 @@ class Untuned(BaseOptimizer):
     @torch.no_grad()
     def _descend(self) -> None:
         roster = self._roster()
-        roster.let_go()
         layout = self._laid_out(roster)
         lots = layout.lots()
         if not lots:

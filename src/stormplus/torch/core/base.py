@@ -44,6 +44,7 @@ class BaseOptimizer(Optimizer, ABC):
     _lent: ClassVar[Buffers] = {}  # buffers that are there for a while only
     _views: _Views  # of the run, from the first step on
     _renewing = False  # whether groups are added that were here before
+    _gathering = False  # whether more groups are to follow
     _absent: ClassVar[Mapping[str, str]] = {}  # arguments that others have, and why not here
 
     def __init__(
@@ -62,9 +63,12 @@ class BaseOptimizer(Optimizer, ABC):
         self._known: Roster | None = None
         self._pass_hooks: OrderedDict[int, Callable[[Any, str], Any]] = OrderedDict()
         self.generation = 0
+        self._gathering = True
         super().__init__(params, defaults)
         if not self.parameters():
             raise ValueError("the optimizer got parameter groups with no parameter in them")
+        self._gathering = False
+        self._make_room()
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -198,7 +202,7 @@ class BaseOptimizer(Optimizer, ABC):
             self.state[p] = {}
             for name, buffer in self._buffers.items() if p.requires_grad else ():
                 buffer.place(p, self.state[p], name)
-        if self.parameters():
+        if not self._gathering:
             self._make_room()
 
     def _check_group(self, group: dict[str, Any]) -> None:
@@ -286,10 +290,12 @@ class BaseOptimizer(Optimizer, ABC):
             self.state.clear()
             self._run, self._buckets = {}, []
             self.generation += 1
+            self._gathering = True
             for group in groups:
                 self.add_param_group(group)
         finally:
-            self._renewing = False
+            self._renewing = self._gathering = False
+        self._make_room()
 
     # -- checkpoints and copies ------------------------------------------------------------------
 

@@ -220,7 +220,7 @@ class Roster:
         for j, (i, p) in enumerate(places):
             if not p.requires_grad:
                 if states[p].get("joined") == JOINED:
-                    self._leaving.append(p)  # with the next step: see `let_go`
+                    self._leaving.append(p)
                 else:
                     self._drop(p)
                 continue
@@ -259,15 +259,11 @@ class Roster:
             and self._kinds() == self._where
         )
 
-    def let_go(self) -> None:
-        """Drop the buffers of who is frozen: a step is taken without them.
-
-        Not before: who is frozen for a while, as one half of a GAN is, goes on as it was.
-        """
-        while self._leaving:
-            self._drop(self._leaving.pop())
-
     def _drop(self, p: Tensor) -> None:
+        """Drop the buffers of who is frozen.
+
+        Not before a step is taken without it: one half of a GAN, frozen for a while, goes on.
+        """
         for name in self._buffers:
             self._states[p].pop(name, None)
         self._states[p]["joined"] = FROZEN
@@ -285,8 +281,11 @@ class Roster:
     def present(self) -> Iterator[tuple[Member, Tensor | None, bool]]:
         """Who takes part: a parameter, its gradient, and whether it is the first one.
 
-        Who has had no gradient so far waits. What cannot be handled is refused.
+        Who has had no gradient so far waits, and who is frozen leaves. What cannot be handled is
+        refused.
         """
+        while self._leaving:
+            self._drop(self._leaving.pop())
         for member in self.members:
             p, g = member.p, member.p.grad
             joined = self._states[p]["joined"]
