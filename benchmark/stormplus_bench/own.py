@@ -7,7 +7,9 @@ the file's path to benchopt, so that joblib, Dask and SLURM read the same file.
 
 from __future__ import annotations
 
+import copy
 import math
+import operator
 import runpy
 import sys
 import traceback
@@ -19,6 +21,7 @@ from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import torch
 from rich.console import Console
@@ -101,10 +104,11 @@ class OwnWorkload(Workload):
 
     Args:
         name: As tables and figures call it.
-        model: Makes the model. The seed is set before it is called.
+        model: Makes the model; the seed is set before it is called. Or a model, with the weights
+            to start from. What is trained is a copy.
         loss: Of the model and a batch: what is differentiated.
-        data: (inputs, targets) or more tensors of one length, a torch Dataset, or a function that
-            returns one of these.
+        data: (inputs, targets) or more tensors or arrays of one length, a torch Dataset, or a
+            function that returns one of these.
         budget: Gradient evaluations that a run may spend.
         valid: Data that is not trained on, if there is any.
         batch_size: Examples of a batch.
@@ -114,7 +118,7 @@ class OwnWorkload(Workload):
     def __init__(
         self,
         name: str,
-        model: Callable[[], nn.Module],
+        model: Callable[[], nn.Module] | nn.Module,
         loss: Callable[[nn.Module, Any], Tensor],
         data: Any,
         budget: int,
@@ -130,7 +134,8 @@ class OwnWorkload(Workload):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}: {what} should be a positive int, got {number!r}")
         self.name, self.budget, self.batch_size = name, budget, batch_size
-        self.make, self.criterion, self.accuracy = model, loss, accuracy
+        self.make = (lambda: model) if isinstance(model, nn.Module) else model
+        self.criterion, self.accuracy = loss, accuracy
         self.train = _examples(data, f"{name}: data")
         self.valid = None if valid is None else _examples(valid, f"{name}: valid")
         self.batches = math.ceil(_length(self.train) / batch_size)
@@ -138,7 +143,7 @@ class OwnWorkload(Workload):
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:
-        model = seeded(self.make, seed)
+        model = copy.deepcopy(seeded(self.make, seed))  # it may be the same object each time
         self.batch_norm = has_batch_norm(model)
         return model
 
@@ -176,6 +181,9 @@ class OwnWorkload(Workload):
         return self.loss(model, _batch(self.train, torch.arange(_length(self.train))))
 
 
+_ARRAYS = (Tensor, np.ndarray)
+
+
 def _examples(data: Any, where: str) -> Any:
     if isinstance(data, DataLoader):
         raise TypeError(
@@ -184,11 +192,13 @@ def _examples(data: Any, where: str) -> Any:
         )
     if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
         data = data()
-    if isinstance(data, Sequence) and data and all(isinstance(part, Tensor) for part in data):
-        data = tuple(data)
+    if isinstance(data, Sequence) and data and all(isinstance(part, _ARRAYS) for part in data):
+        data = tuple(map(torch.as_tensor, data))
         if len({len(part) for part in data}) > 1:
             raise ValueError(f"{where}: lengths differ, {[len(part) for part in data]}")
-    elif not (hasattr(data, "__getitem__") and hasattr(data, "__len__")):
+    elif isinstance(data, (Mapping, str)) or not (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    ):
         raise TypeError(
             f"{where} should be (inputs, targets), or a torch Dataset with a length, got {data!r}"
         )
@@ -383,7 +393,7 @@ def compare(
         The table and the picture; see `Comparison`.
     """
     task = _workload(workload)
-    chosen = range(seeds) if isinstance(seeds, int) else list(seeds)
+    chosen = [operator.index(seed) for seed in _range_or_each(seeds)]
     if not methods or not chosen:
         raise ValueError(f"nothing to compare: methods {list(methods)}, seeds {list(chosen)}")
     plan = [
@@ -405,15 +415,33 @@ def compare(
                 bar.update(shown, completed=before * task.budget + done)
                 pulse.beat(f"{before}/{len(plan)} runs, {done}/{task.budget} evaluations")
 
-            found.append(_one_run(method, lr, task, seed, tell))
+            try:
+                found.append(_one_run(method, lr, task, seed, tell))
+            except Exception as error:
+                error.result = Comparison(tuple(found))  # type: ignore[attr-defined]
+                error.add_note(f"in a run of {method.name}, seed {seed}; .result has the rest")
+                raise
     return Comparison(tuple(found))
 
 
+def _range_or_each(seeds: Any) -> Iterable[Any]:
+    if isinstance(seeds, Iterable):
+        return seeds
+    try:
+        return range(operator.index(seeds))
+    except TypeError:
+        raise TypeError(f"seeds should be a number of them, or a list, got {seeds!r}") from None
+
+
 def _method(name: str, given: Make | tuple[Make, Sequence[float]]) -> Method:
+    if not (isinstance(name, str) and name and name.isprintable()):
+        raise ValueError(f"the name of a method should be a text of one line, got {name!r}")
     make, rates = given if isinstance(given, tuple) else (given, ())
     if not callable(make):
         raise TypeError(f"{name}: should be a function of the parameters, got {make!r}")
-    return Method(name, make, tuple(rates))
+    if not isinstance(rates, Iterable):
+        raise TypeError(f"{name}: the rates should be a list of numbers, got {rates!r}")
+    return Method(name, make, tuple(map(float, rates)))
 
 
 def _workload(given: str | Mapping[str, Any] | Workload) -> Workload:
@@ -433,7 +461,8 @@ def _one_run(
     run = {"method": method.name, "lr": lr, "default": lr is None or lr == method.rates[0]}
     if lr is None:  # as the optimizer has it; some have none
         optimizer = getattr(training.stepper, "optimizer", None)
-        run["lr"] = float(optimizer.param_groups[0].get("lr", 1.0)) if optimizer else 1.0
+        given = optimizer.param_groups[0].get("lr") if optimizer else None
+        run["lr"] = 1.0 if given is None else float(given)
     for target in task.checkpoints:
         training.advance(target)
         training.record()

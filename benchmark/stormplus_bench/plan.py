@@ -79,6 +79,9 @@ def read_suite(name: str) -> dict[str, Any]:
         raise BadSuite(f"{path} is not YAML: {error}") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
+    for key, value in config.items():
+        if not isinstance(value, list) or not value:
+            raise BadSuite(f"{path}: {key} should be a list with something in it, got {value!r}")
     if unknown := sorted(set(config) - set(KEYS)):
         raise BadSuite(
             f"{path}: {', '.join(unknown)} would be ignored; a suite has {', '.join(KEYS)}, and "
@@ -150,7 +153,12 @@ def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
         if workload is None:
             plan.skipped[str(dataset)] = data["reason"]
             continue
-        plan.seconds[workload.name] = _seconds_a_gradient(workload)
+        try:
+            plan.seconds[workload.name] = _seconds_a_gradient(workload)
+        except Exception as error:
+            raise ValueError(
+                f"{workload.name}: a first gradient fails with {type(error).__name__}: {error}"
+            ) from error
         for objective in objectives:
             for solver in solvers:
                 skip, reason = solver.applies(workload)

@@ -6,6 +6,7 @@ import re
 import textwrap
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -16,7 +17,7 @@ from stormplus_bench import Comparison, compare, own, rows
 from stormplus_bench.commands.compare import compare as command
 from stormplus_bench.commands.report import read
 from stormplus_bench.engine import execute
-from stormplus_bench.plan import check_unchanged, make_plan, with_own
+from stormplus_bench.plan import BadSuite, check_unchanged, make_plan, read_suite, with_own
 from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training
 
@@ -183,6 +184,80 @@ def test_a_wrong_method_is_explained():
             compare({"mine": make}, workload=line(), progress=False)
     with pytest.raises(ValueError, match="nothing to compare"):
         compare({}, workload=line())
+
+
+@pytest.mark.parametrize("given", ["a model", "the same from a function"])
+def test_every_method_starts_from_the_weights_that_are_given(given):
+    net = nn.Linear(3, 1)
+    start = {name: value.clone() for name, value in net.state_dict().items()}
+    made = line(model=net if given == "a model" else lambda: net)
+    told = compare({"a": sgd, "b": sgd, "c": sgd}, workload=made, progress=False)
+    assert told.table["training loss"].nunique() == 1
+    assert all(torch.equal(value, start[name]) for name, value in net.state_dict().items())
+
+
+def test_arrays_are_data_as_tensors_are():
+    as_tensors = line()
+    inputs, targets = as_tensors["data"]
+    as_arrays = line(data=[inputs.numpy(), targets.numpy()])
+    losses = [
+        compare({"a": sgd}, workload=made, progress=False).table["training loss"].item()
+        for made in (as_tensors, as_arrays)
+    ]
+    assert losses[0] == losses[1]
+    with pytest.raises(TypeError, match=r"data should be \(inputs, targets\)"):
+        compare({"a": sgd}, workload=line(data={"x": inputs}), progress=False)
+
+
+def test_rates_and_seeds_of_numpy_can_be_saved(tmp_path):
+    rates = np.logspace(-2, -1, 2)
+    told = compare({"a": (sgd, rates)}, workload=line(), seeds=np.int64(2), progress=False)
+    assert len(rows.load(told.save(tmp_path / "rows.jsonl"))["seed"].unique()) == 2
+
+
+@pytest.mark.parametrize(
+    ("methods", "seeds", "message"),
+    [
+        ({"a": (sgd, 0.1)}, 1, r"a: the rates should be a list of numbers, got 0\.1"),
+        ({"a": sgd}, 1.5, r"seeds should be a number of them, or a list, got 1\.5"),
+        ({"": sgd}, 1, "name of a method should be a text of one line, got ''"),
+        ({3: sgd}, 1, "name of a method should be a text of one line, got 3"),
+    ],
+)
+def test_what_could_not_be_saved_is_told_before_it_runs(methods, seeds, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        compare(methods, workload=line(), seeds=seeds, progress=False)
+
+
+def test_a_method_that_raises_leaves_what_the_others_have_done():
+    class Breaks(torch.optim.SGD):
+        def step(self, closure=None):
+            raise OSError("a broken disc")
+
+    with pytest.raises(OSError, match="a broken disc") as told:
+        compare({"good": sgd, "bad": Breaks}, workload=line(), progress=False)
+    assert list(told.value.result.table.index) == ["good"]
+    assert told.value.__notes__ == ["in a run of bad, seed 0; .result has the rest"]
+
+
+def test_an_optimizer_without_a_rate():
+    class NoRate(torch.optim.SGD):
+        def __init__(self, parameters):
+            super().__init__(parameters, 0.1)
+            self.defaults["lr"] = self.param_groups[0]["lr"] = None
+
+        def step(self, closure=None):
+            pass
+
+    assert compare({"a": NoRate}, workload=line(), progress=False).frame["lr"].iloc[0] == 1.0
+
+
+@pytest.mark.parametrize("solvers", ["", " 3", " []"])
+def test_a_suite_that_is_no_list_is_explained(tmp_path, solvers):
+    path = tmp_path / "suite.yml"
+    path.write_text(f"dataset:\n- smooth\nsolver:{solvers}\n")
+    with pytest.raises(BadSuite, match="solver should be a list with something in it"):
+        read_suite(str(path))
 
 
 def test_every_kind_of_optimizer_takes_its_own_step():

@@ -351,6 +351,29 @@ def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
     assert run.net.evaluations == SAMPLES
 
 
+def test_a_learner_that_only_evaluates_needs_no_optimizer(tmp_path):
+    learn, _ = learner(tmp_path, UntunedCallback(), tool=False, opt_func=ours(Untuned))
+    before = learn.validate()
+    assert learn.opt is None
+    learn.fit(1)
+    assert learn.validate() != before
+
+
+@pytest.mark.parametrize("ends", ["in a batch", "before the first"])
+def test_a_learning_rate_is_ignored_after_a_fit_that_has_failed(tmp_path, ends):
+    run = fit(tmp_path, UntunedCallback(), kind=Untuned, epochs=1)
+    if ends == "in a batch":
+        run.net.fails_at = BATCHES + 3
+        with pytest.raises(OSError, match="a broken disc"):
+            run.learn.fit(1)
+    else:
+        with pytest.raises(ValueError, match="sets its momentum itself"):
+            run.learn.fit_one_cycle(1)
+    with pytest.warns(UserWarning, match=r"lr=0.01 is ignored"):
+        run.learn.fit(1, lr=0.01)
+    assert run.opt.param_groups[0]["lr"] == 1.0
+
+
 def test_the_callback_of_untuned_refuses_others(tmp_path):
     with pytest.raises(TypeError, match=r"is for Untuned, got StormPlus: pass Learner opt_func"):
         fit(tmp_path, UntunedCallback(), tool=False)

@@ -551,6 +551,10 @@ def test_a_checkpoint_in_the_middle_of_a_step_disturbs_nothing(tmp_path):
 def test_what_the_callback_of_untuned_refuses():
     with pytest.raises(TypeError, match=r"is for Untuned, got StormPlus: return Untuned"):
         trainer(UntunedCallback()).fit(Module(), loader())
+    with pytest.raises(ValueError, match="Untuned averages by itself: leave it out"):
+        trainer(UntunedCallback(), StochasticWeightAveraging(1e-2)).fit(
+            Module(kind=Untuned), loader()
+        )
     with pytest.raises(ValueError, match=r"at least 0, got -1: 20 is"):
         UntunedCallback(recalibrate_batches=-1)
     by_hand = Manual(without_closure, kind=Untuned)

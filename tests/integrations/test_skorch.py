@@ -166,6 +166,36 @@ def test_a_learning_rate_is_ignored_with_a_warning(where):
     assert_same_states(run.states, untuned_run(epochs=1).states)
 
 
+@pytest.mark.parametrize("where", ["lr", "optimizer__lr"])
+def test_a_learning_rate_that_is_set_later_is_ignored_too(where):
+    net, run = made(epochs=1, optimizer=Untuned)
+    net.fit(*data())
+    with pytest.warns(UserWarning, match=r"lr=0.01 is ignored: Untuned"):
+        net.set_params(**{where: 0.01})
+    net.partial_fit(*data())
+    assert run.opt.param_groups[0]["lr"] == 1.0
+    assert_same_states(run.states, untuned_run(epochs=2).states)
+
+
+class Keeps(Callback):
+    """What a callback finds at the end of an epoch."""
+
+    def on_train_begin(self, net, **_):
+        self.found = []
+
+    def on_epoch_end(self, net, **_):
+        self.found.append(snapshot(net.module_))
+
+
+def test_what_callbacks_keep_of_an_epoch_without_validation_is_the_average():
+    net, _ = made(optimizer=Untuned, epochs=2, train_split=None, callbacks=[("keeps", Keeps())])
+    net.fit(*data())
+    plain = untuned_run(epochs=2)
+    for epoch, state in enumerate(dict(net.callbacks_)["keeps"].found, start=1):
+        last = epoch * BATCHES - 1
+        assert_at_average(state, plain.averages[last], plain.states[last])
+
+
 def test_predictions_and_copies_are_at_the_average():
     net, run = made(optimizer=Untuned)
     x, y = data()

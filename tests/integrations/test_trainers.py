@@ -23,6 +23,7 @@ from trainer_cases import (
 )
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
+from stormplus.integrations.untuned import Average
 
 PACKAGES = {  # and the extra that installs it
     "lightning": ("lightning.pytorch", "lightning"),
@@ -371,3 +372,26 @@ def test_a_missing_package_names_the_extra(name, cases, monkeypatch):
     monkeypatch.delitem(sys.modules, f"stormplus.integrations.{name}")
     with pytest.raises(ModuleNotFoundError, match=rf"pip install 'stormplus\[{extra}\]'"):
         importlib.import_module(f"stormplus.integrations.{name}")
+
+
+@pytest.mark.parametrize("way", ["comes", "goes"])
+def test_parameters_that_come_or_go_at_the_average_are_no_loaded_weights(way, recwarn):
+    """As when Lightning's BaseFinetuning unfreezes a layer after the validation."""
+    net, late = torch.nn.Linear(3, 1), torch.nn.Parameter(torch.ones(2))
+    groups = [{"params": net.parameters()}, {"params": [late]}]
+    opt = Untuned(groups[:1] if way == "comes" else groups)
+    average = Average([opt], net)
+    for x in torch.randn(5, 8, 3):
+        opt.zero_grad()
+        (net(x).square().mean() + late.square().sum()).backward()
+        opt.step()
+    average.put_in()
+    opt.add_param_group(groups[1]) if way == "comes" else opt.param_groups.pop()
+    average.take_out()
+    assert opt.grad_evaluations == 5
+    assert not recwarn
+    average.put_in()
+    with torch.no_grad():
+        net.weight.add_(1)  # and such are still seen
+    with pytest.warns(UserWarning, match="without the state of Untuned"):
+        average.take_out()

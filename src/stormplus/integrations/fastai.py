@@ -9,6 +9,7 @@ completes the step. `Untuned` takes one gradient a step, and its callback sees t
 
 from __future__ import annotations
 
+import sys
 import warnings
 from contextlib import ExitStack
 from functools import partial
@@ -22,7 +23,7 @@ from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, 
 try:
     from fastai.callback.core import Callback, CancelStepException
     from fastai.callback.fp16 import AMPMode, MixedPrecision
-    from fastai.learner import defaults
+    from fastai.learner import Learner, defaults
     from fastai.optimizer import OptimWrapper
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"this integration needs fastai: {how_to('fastai')}") from error
@@ -65,7 +66,6 @@ class OptimizerWrapper(OptimWrapper):
         super().__init__(*args, opt=opt, **rate, **kwargs)
         self.point = Point()
         self.load_error: Exception | None = None
-        self.fitting = False  # whether schedules set the lr, and not the user
 
     def clear_state(self) -> None:
         """Begin anew; fastai does so when layers are frozen or unfrozen."""
@@ -88,11 +88,21 @@ class OptimizerWrapper(OptimWrapper):
                 "itself: use learn.fit or learn.fit_flat_cos, or "
                 "ParamScheduler({'lr': ...}), in place of fit_one_cycle"
             )
-        if k == "lr" and isinstance(self.opt, Untuned) and not self.fitting:
+        if k == "lr" and isinstance(self.opt, Untuned) and not _in_a_fit():
             for lr in dict.fromkeys(v):
                 ignore_lr(lr, stacklevel=2)
             v = [1.0] * len(v)
         super()._set_hyper(k, v)
+
+
+def _in_a_fit() -> bool:
+    """Whether a schedule sets the lr, and not the user; a fit that fails leaves no other trace."""
+    frame = sys._getframe()
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code is Learner._do_fit.__code__:
+            return True
+    return False
 
 
 class StormCallback(Callback):
@@ -203,6 +213,8 @@ class UntunedCallback(Callback):
     def before_fit(self) -> None:
         """Look at the model from now on."""
         wrapper = self.learn.opt
+        if wrapper is None:  # a learner that only evaluates: exported, or not trained yet
+            return
         opt = getattr(wrapper, "opt", None)
         if not (isinstance(wrapper, OptimizerWrapper) and isinstance(opt, Untuned)):
             raise TypeError(
@@ -214,7 +226,6 @@ class UntunedCallback(Callback):
         if self.untuned_average.optimizers != [opt]:
             self.untuned_average = Average([opt], self.learn.model, self.untuned_batches)
         self.untuned_followed = self.untuned_average.follow(self.learn.model)
-        wrapper.fitting = True
 
     def after_train(self) -> None:
         """The training of an epoch is over."""
@@ -224,7 +235,6 @@ class UntunedCallback(Callback):
         """Leave the average."""
         self.untuned_average.put_in()
         self.untuned_followed.close()
-        self.learn.opt.fitting = False
 
 
 class UntunedWatch(Callback):

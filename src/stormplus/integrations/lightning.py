@@ -227,6 +227,11 @@ class UntunedCallback(Callback):
                 f"UntunedCallback is for Untuned, got {_names(trainer)}: return Untuned from "
                 "configure_optimizers, or leave the callback out"
             )
+        if any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks):
+            raise ValueError(
+                "StochasticWeightAveraging moves what Untuned measures, and Untuned averages by "
+                "itself: leave it out"
+            )
         average = self._average = Average(optimizers, pl_module, self._batches)
         save = trainer.save_checkpoint
 

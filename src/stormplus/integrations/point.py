@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from torch import Tensor
+
 from stormplus.torch import BaseOptimizer, PairedOptimizer
 
 
@@ -16,18 +18,18 @@ class Point:
     def __init__(self) -> None:
         self._opt: BaseOptimizer | None = None
         self._generation = self._evaluations = 0
-        self._versions: list[int] = []
+        self._versions: list[tuple[Tensor, int]] = []
         self._restarted = False
 
     def note(self, opt: BaseOptimizer) -> None:
         """Remember the present point; call it when a step is complete."""
         self._opt, self._generation = opt, opt.generation
         self._evaluations = opt.grad_evaluations
-        self._versions = _versions(opt)
+        self._versions = [(p, p._version) for p in opt.parameters()]
 
     def forget(self) -> None:
         """Remember nothing."""
-        self._opt = None
+        self._opt, self._versions = None, []
 
     def is_of(self, opt: BaseOptimizer) -> bool:
         """Whether `note` was called since the last step of this optimizer."""
@@ -41,10 +43,12 @@ class Point:
         """Whether the parameters have been written to since `note`.
 
         Not if the optimizer is another one, or its state has been loaded or made anew in the
-        meantime: that state belongs to whatever point this is.
+        meantime: that state belongs to whatever point this is. Nor if parameters have come or gone.
         """
-        same_state = self._opt is opt and self._generation == opt.generation
-        return same_state and self._versions != _versions(opt)
+        if self._opt is not opt or self._generation != opt.generation:
+            return False
+        present = set(map(id, opt.parameters()))
+        return any(p._version != version for p, version in self._versions if id(p) in present)
 
     def restart_if_moved(self, opt: PairedOptimizer) -> None:
         """Restart the estimator if the parameters have moved; call it before a sample.
@@ -67,7 +71,3 @@ class Point:
 
     def __reduce__(self) -> tuple[type[Point], tuple[()]]:
         return Point, ()  # copies of the parameters have counters of their own
-
-
-def _versions(opt: BaseOptimizer) -> list[int]:
-    return [p._version for p in opt.parameters()]

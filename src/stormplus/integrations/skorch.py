@@ -56,6 +56,18 @@ class StormMixin:
             ignore_lr(kwargs.pop("lr", None))
         return args, kwargs
 
+    def set_params(self, **kwargs: Any) -> Any:
+        """Change arguments of the net, also while it trains; no learning rate for `Untuned`."""
+        if isinstance(getattr(self, "optimizer_", None), Untuned) and "optimizer" not in kwargs:
+            for name in ("lr", "optimizer__lr"):
+                ignore_lr(kwargs.pop(name, None))
+        return super().set_params(**kwargs)  # type: ignore[misc]
+
+    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
+        """What callbacks keep of an epoch is the average."""
+        self._average().put_in()
+        super().on_epoch_end(*args, **kwargs)  # type: ignore[misc]
+
     def _average(self) -> Average:
         """That of the optimizers that the net has now."""
         every = [getattr(self, name + "_", None) for name in self._optimizers]
