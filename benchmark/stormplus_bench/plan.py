@@ -79,14 +79,14 @@ def read_suite(name: str) -> dict[str, Any]:
         raise BadSuite(f"{path} is not YAML: {error}") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
-    for key, value in config.items():
-        if not isinstance(value, list) or not value:
-            raise BadSuite(f"{path}: {key} should be a list with something in it, got {value!r}")
     if unknown := sorted(set(config) - set(KEYS)):
         raise BadSuite(
             f"{path}: {', '.join(unknown)} would be ignored; a suite has {', '.join(KEYS)}, and "
             "everything else is an option of the command"
         )
+    for key, value in config.items():
+        if not isinstance(value, list) or not value:
+            raise BadSuite(f"{path}: {key} should be a list with something in it, got {value!r}")
     return config
 
 

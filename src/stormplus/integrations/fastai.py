@@ -9,7 +9,7 @@ completes the step. `Untuned` takes one gradient a step, and its callback sees t
 
 from __future__ import annotations
 
-import sys
+import inspect
 import warnings
 from contextlib import ExitStack
 from functools import partial
@@ -97,12 +97,10 @@ class OptimizerWrapper(OptimWrapper):
 
 def _in_a_fit() -> bool:
     """Whether a schedule sets the lr, and not the user; a fit that fails leaves no other trace."""
-    frame = sys._getframe()
-    while frame.f_back is not None:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code is not Learner._do_fit.__code__:
         frame = frame.f_back
-        if frame.f_code is Learner._do_fit.__code__:
-            return True
-    return False
+    return frame is not None
 
 
 class StormCallback(Callback):
