@@ -18,7 +18,8 @@ SECTION = "results"  # everything, for the site's page
 MAP = "<!-- map of costs -->"  # the site colours the table that follows
 TABLE = "table"  # the methods that people use side by side, for README
 UNSEEN = (
-    "On unseen data, everything at its default: validation accuracy at the end, median over seeds."
+    "On unseen data, everything at its default: validation accuracy at the end, or the loss where "
+    "there is none, median over seeds."
 )
 RULES = (
     "Final training loss after equal numbers of gradient evaluations, median over seeds. A win "
@@ -363,7 +364,11 @@ def results_section(found: Findings, figures: str, command: str) -> str:
         "All methods, the least costly first:",
         markdown.table(found.scores, "method"),
         *([markdown.wrap(markdown.escaped(found.ceiling))] if found.ceiling else []),
-        *([f"{UNSEEN}\n\n{markdown.table(found.unseen, 'method')}"] if len(found.unseen) else []),
+        *(
+            [f"{markdown.wrap(UNSEEN)}\n\n{markdown.table(found.unseen, 'method')}"]
+            if len(found.unseen)
+            else []
+        ),
         markdown.wrap(RULES),
     ]
     return "\n\n".join(parts)

@@ -162,9 +162,7 @@ class PairedOptimizer(BaseOptimizer):
         evaluate = torch.enable_grad()(closure)
         with self.lock():
             streams = self.random_streams()
-            if (
-                self._run["phase"] == PENDING
-            ):  # an earlier call was left halfway, its sample is gone
+            if self._run["phase"] == PENDING:  # left halfway, and that sample is gone
                 self.restart()
             loss = evaluate()
             if self._run["phase"] == START:

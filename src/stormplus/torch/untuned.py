@@ -345,8 +345,8 @@ class Untuned(BaseOptimizer):
                 continue
             state["iterate"] = p.detach().clone()
             if state["joined"] == JOINED:
-                x, lead = local(p), local(state["lead"])
-                y = _in_full(x, *[local(state[name]) for name in ("master",) if name in state])
+                x, lead, master = local(p), local(state["lead"]), state.get("master")
+                y = _in_full(x, None if master is None else local(master))
                 x.copy_(torch.sub(y, lead.to(y), alpha=1 - INTERPOLATION))
         self._run["averaged"] = 1
 

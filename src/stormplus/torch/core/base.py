@@ -158,7 +158,6 @@ class BaseOptimizer(Optimizer, ABC):
             if self._run:
                 self._make_room()
             self._known = known = Roster(self.param_groups, self.state, self._scope, self._buffers)
-            self._place_run(self._run)
             self._views = _Views(self._numbers)
         return known
 
@@ -166,9 +165,8 @@ class BaseOptimizer(Optimizer, ABC):
         """Begin anew if somebody has emptied `state`, which is how torch's own are reset."""
         if not self._run or "run" in self.state.get(self._keeper, ()):
             return
-        if any("joined" in state for state in self.state.values()):  # of one parameter only
-            self._place_run(self._run)
-            self._known = None
+        if any("joined" in state for state in self.state.values()):
+            self._known = None  # the state of one parameter only: `_make_room` sees to it
         else:
             self.reset()
 

@@ -207,6 +207,7 @@ class Roster:
         everyone = parameters(groups)
         self._groups = [(group, list(group["params"])) for group in groups]
         self._frozen = [p for p in everyone if not p.requires_grad]
+        # Frozen, but with buffers until a step is taken without them: one half of a GAN goes on.
         self._leaving: list[Tensor] = []
         self._count = len(states)
         self._states, self._buffers = states, buffers
@@ -260,10 +261,6 @@ class Roster:
         )
 
     def _drop(self, p: Tensor) -> None:
-        """Drop the buffers of who is frozen.
-
-        Not before a step is taken without it: one half of a GAN, frozen for a while, goes on.
-        """
         for name in self._buffers:
             self._states[p].pop(name, None)
         self._states[p]["joined"] = FROZEN

@@ -1,0 +1,281 @@
+"""Parameters that come, go, change and freeze, and states that others empty, of every optimizer."""
+
+from collections import defaultdict
+
+import pytest
+import torch
+from optimizers import CASES, assert_same, every, every_paired, everything, made, run_of, values
+from torch import nn
+
+from stormplus.theory.observer import Observer
+
+pytestmark = pytest.mark.usefixtures("uncompiled")
+scopes = pytest.mark.parametrize("scope", ["global", "group", "tensor"])
+
+
+def parameter(*numbers):
+    return nn.Parameter(torch.tensor(numbers, dtype=torch.float64))
+
+
+def constant(case, opt, params, steps=3):
+    """Steps with gradients that depend on the parameters' places in the test alone."""
+    rows = [
+        torch.randn(steps, *p.shape, generator=torch.Generator().manual_seed(i), dtype=p.dtype)
+        for i, p in enumerate(params)
+    ]
+    case.descend(opt, params, list(zip(*rows)))
+
+
+@every
+@pytest.mark.parametrize("size", [1, 3, 5, 100_000])
+def test_a_parameter_that_was_resized_is_refused(case, size):
+    p, q = parameter(1.0, 2.0, 3.0, 4.0), parameter(5.0)
+    opt = case([p, q])
+    constant(case, opt, [p, q])
+    before = everything(opt)
+    p.data, p.grad = torch.ones(size, dtype=p.dtype), None
+    with pytest.raises(ValueError, match=r"shape \(4,\): it was resized. Begin anew, .*reset"):
+        constant(case, opt, [p, q])
+    torch.testing.assert_close(p.detach(), torch.ones(size, dtype=p.dtype), rtol=0, atol=0)
+    assert_same(q.detach(), before[0][1])
+    opt.reset()
+    constant(case, opt, [p, q])
+    assert bool((p != 1).all())
+
+
+@every
+def test_a_gradient_of_another_shape_is_refused(case):
+    p = parameter(1.0, 2.0, 3.0, 4.0)
+    opt = case([p])
+    p.grad = torch.ones_like(p)
+    p.data = torch.ones(7, dtype=p.dtype)
+    opt.reset()
+    with pytest.raises(RuntimeError, match=r"has the shape \(4,\).*zero_grad"):
+        case.step(opt, lambda: None)
+    assert_same(p.detach(), torch.ones(7, dtype=p.dtype))
+
+
+@every
+@scopes
+def test_who_is_taken_out_of_a_group_takes_its_numbers_along(case, scope):
+    """What remains goes on as if the parameter were frozen."""
+    runs = []
+    for way in ("out", "frozen"):
+        params = [parameter(10.0, -20.0), parameter(0.01, 0.02, 0.03), parameter(-1.0)]
+        opt = case([{"params": params[:1]}, {"params": params[1:]}], scope=scope, lr=0.3)
+        constant(case, opt, params)
+        params[0].requires_grad_(False)
+        params[0].grad = None
+        if way == "out":
+            del opt.param_groups[0]
+        constant(case, opt, params[1:])
+        runs.append((values(params), opt))
+    (ours, opt), (expected, frozen) = runs
+    assert_same(ours, expected)
+    # It saves and loads as what it is now, and an empty group that is added does no harm.
+    twin = case([{"params": params[1:]}], scope=scope, lr=0.3)
+    twin.load_state_dict(opt.state_dict())
+    assert len(twin.state) == len(opt.state) == 2
+    again = parameter(10.0, -20.0)
+    opt.add_param_group({"params": [again]})
+    constant(case, opt, [*opt.parameters()[:2], again])
+    assert bool((again != parameter(10.0, -20.0)).all())
+
+
+@every
+def test_who_comes_back_begins_anew(case):
+    p, q = parameter(1.0, 2.0), parameter(3.0)
+    opt = case([{"params": [q]}, {"params": [p]}], scope="tensor")
+    constant(case, opt, [q, p])
+    group = opt.param_groups.pop()
+    opt.add_param_group({"params": group["params"]})
+    assert run_of(opt)["step"].tolist() == [3, 0]
+    assert opt.state[p]["joined"] == 0
+
+
+@every
+@scopes
+def test_who_is_put_into_a_group_by_hand_joins(case, scope):
+    p, q = parameter(1.0, 2.0), parameter(3.0, 4.0)
+    opt = case([p], scope=scope)
+    constant(case, opt, [p])
+    opt.param_groups[0]["params"].append(q)
+    constant(case, opt, [p, q])
+    assert bool((q != parameter(3.0, 4.0)).all())
+    new = parameter(5.0, 6.0, 7.0)
+    opt.param_groups[0]["params"][0] = new
+    constant(case, opt, [new, q])
+    assert bool((new != parameter(5.0, 6.0, 7.0)).all())
+    assert p not in opt.state
+    assert len(opt.state_dict()["state"]) == 2
+
+
+@every
+@pytest.mark.parametrize("saves", ["state_dict", "load_state_dict", "eval"])
+def test_who_is_frozen_while_no_step_is_taken_goes_on_as_if_not(case, saves):
+    """As one half of a GAN is, or a model that is exported."""
+    runs = []
+    for interrupted in (True, False):
+        problem, params, opt = made(case, scope="tensor")
+        case.train(problem, opt, params, problem.samples[:6])
+        if interrupted:
+            for p in params:
+                p.requires_grad_(False)
+            if saves == "eval" and not case.paired:
+                before = values(params)
+                opt.eval()
+                assert all(bool((p != q).any()) for p, q in zip(params, before))
+                opt.train()
+                assert_same(values(params), before)
+            saved = opt.state_dict()
+            if saves == "load_state_dict":
+                opt.load_state_dict(saved)
+            for p in params:
+                p.requires_grad_(True)
+        case.train(problem, opt, params, problem.samples[6:])
+        runs.append(everything(opt))
+    assert_same(*runs)
+
+
+@every
+@pytest.mark.parametrize("first", [True, False])
+def test_a_state_that_is_handed_on_keeps_its_numbers(case, first):
+    runs = []
+    for handed in (True, False):
+        params = [parameter(1.0, 2.0), parameter(3.0, 4.0)]
+        opt = case(params, scope="tensor", lr=0.3)
+        constant(case, opt, params)
+        if handed:
+            i = 0 if first else 1
+            new = nn.Parameter(params[i].detach().clone())
+            opt.state[new] = opt.state.pop(params[i])
+            params[i] = opt.param_groups[0]["params"][i] = new
+        constant(case, opt, params)
+        runs.append(everything(opt))
+    assert_same(*runs)
+
+
+@every
+def test_a_state_without_numbers_begins_anew(case):
+    p, new = parameter(1.0, 2.0), parameter(1.0, 2.0)
+    opt = case([p], scope="tensor")
+    constant(case, opt, [p])
+    opt.state[new] = {k: v for k, v in opt.state[p].items() if k != "run"}
+    opt.param_groups[0]["params"].append(new)
+    assert opt.state_dict()["state"][1]["joined"] == 0
+    constant(case, opt, [p, new])
+    assert run_of(opt)["step"].tolist() == [6, 3]
+
+
+def test_a_group_keeps_its_sums_when_another_parameter_moves_in():
+    a, b, c = parameter(1.0), parameter(2.0), parameter(3.0)
+    opt = CASES[3]([{"params": [a, c]}, {"params": [b, parameter(5.0)]}], scope="group")
+    constant(CASES[3], opt, opt.parameters())
+    sums = run_of(opt)["sum_g_sq"]
+    opt.param_groups[1]["params"].insert(0, opt.param_groups[0]["params"].pop())
+    assert_same(run_of(opt)["sum_g_sq"], sums)
+
+
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+@pytest.mark.filterwarnings("ignore:.*is not where this state left it")  # the second has moved it
+@every
+def test_duplicates_have_numbers_each(case):
+    runs = []
+    for loads in (True, False):
+        p, q = parameter(1.0, 2.0), parameter(3.0)
+        opt = case([p, p, q], scope="tensor")
+        constant(case, opt, [p, q])
+        if loads:
+            opt.load_state_dict(opt.state_dict())
+        constant(case, opt, [p, q])
+        runs.append(values([p, q]))
+    assert_same(*runs)
+
+
+@every
+def test_what_others_keep_in_the_state_stays(case):
+    p = parameter(1.0, 2.0)
+    opt = case([p])
+    opt.state["mine"] = {"n": 1}
+    constant(case, opt, [p])
+    assert opt.state["mine"] == opt.state_dict()["state"]["mine"] == {"n": 1}
+
+
+@every
+def test_a_reset_that_is_refused_changes_nothing(case):
+    p = parameter(1.0, 2.0)
+    opt = case([p])
+    constant(case, opt, [p])
+    before, groups = everything(opt), opt.param_groups
+    groups[0]["weight_decay"] = -1.0
+    with pytest.raises(ValueError, match="weight_decay must be"):
+        opt.reset()
+    assert_same(everything(opt), before)
+    groups[0]["weight_decay"] = 0.0
+    opt.reset()
+    assert opt.param_groups is groups  # wrappers hold it
+    assert len(groups) == 1
+
+
+@every
+def test_a_parameter_put_in_by_hand_has_no_name(case):
+    p, q = parameter(1.0, 2.0), parameter(3.0)
+    opt = case([("first", p)])
+    opt.param_groups[0]["params"].append(q)
+    with pytest.raises(FloatingPointError, match=r"parameter 1 of group 0, shape \(1,\)"):
+        case.descend(opt, [p, q], [[torch.ones_like(p), torch.full_like(q, torch.nan)]])
+
+
+@every_paired
+def test_what_is_asked_of_an_emptied_state_is_that_of_a_fresh_one(case):
+    p, q = parameter(1.0, 2.0), parameter(3.0)
+    opt = case([p])
+    constant(case, opt, [p])
+    assert opt.started
+    assert opt.has_estimator(p)
+    assert not opt.has_estimator(q)
+    opt.state.clear()
+    assert not opt.started
+    assert not opt.has_estimator(p)
+    opt.param_groups[0]["params"].append(q)
+    with Observer().attach(opt):
+        constant(case, opt, [p, q])
+
+
+def emptied(opt):
+    opt.state.clear()
+
+
+def replaced(opt):
+    opt.state = defaultdict(dict)
+
+
+@every
+@pytest.mark.parametrize("way", [emptied, replaced])
+@pytest.mark.parametrize("saves", [False, True])
+def test_an_emptied_state_is_a_reset(case, way, saves):
+    problem, params, opt = made(case, scope="tensor", lr=0.5)
+    case.train(problem, opt, params, problem.samples[:4])
+    way(opt)
+    fresh = case([nn.Parameter(p.detach().clone()) for p in params], scope="tensor", lr=0.5)
+    if saves:
+        assert_same(everything(opt), everything(fresh))
+    for optimizer in (opt, fresh):
+        case.train(problem, optimizer, optimizer.parameters(), problem.samples[4:])
+    assert_same(everything(opt), everything(fresh))
+
+
+@every
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("way", ["deleted", "emptied"])
+def test_a_parameter_whose_state_is_taken_away_begins_anew(case, which, way):
+    params = [parameter(1.0, 2.0), parameter(3.0, 4.0, 5.0)]
+    opt = case(params, scope="tensor")
+    constant(case, opt, params)
+    if way == "deleted":
+        del opt.state[params[which]]
+    else:
+        opt.state[params[which]] = {}
+    constant(case, opt, params)
+    steps = run_of(opt)["step"].tolist()
+    assert (steps[which], steps[1 - which]) == (3, 6)
