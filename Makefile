@@ -46,7 +46,7 @@ test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statis
 test-all: test test-long  ## both
 
 # Each environment holds a torch with its CUDA libraries, several gigabytes: never a part of `test`.
-VERSIONS ?= oldest between newest next
+VERSIONS ?= oldest between newest next benchmark
 
 test-versions:  ## the optimizers' tests on the oldest and the newest versions (minutes, 20 GB)
 	$(PYTHON) tools/environments.py $(VERSIONS)

@@ -160,6 +160,8 @@ def test_non_finite_gradient_keeps_the_result_so_far(values, kept):
 def test_sums_that_overflow_raise():
     with pytest.raises(FloatingPointError, match="too large for the sums"):
         minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3)
+    with pytest.raises(FloatingPointError, match="block 0 is too large to be squared"):
+        minimize(lambda x, xi: np.full(1, 1e160), np.zeros(1), None, 3)
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,7 @@ def test_sums_that_overflow_raise():
         ({"lr": [1.0, 2.0, 3.0]}, ValueError, "one number a block"),
         ({"x0": []}, ValueError, "at least one block"),
         ({"x0": np.array([np.nan])}, ValueError, "x0 must be finite"),
+        ({"x0": np.array([1j])}, TypeError, "x0 must be real, got complex numbers"),
         ({"grad": lambda x, xi: x[:1]}, ValueError, r"block 0 is \(2,\), its gradient \(1,\)"),
         ({"x0": [np.ones(2)], "grad": lambda x, xi: x[0]}, TypeError, "must return a list"),
         ({"x0": [np.ones(2)], "grad": lambda x, xi: []}, ValueError, "return 1 blocks"),

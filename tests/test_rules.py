@@ -113,9 +113,15 @@ def test_storm_refuses_constants(name, bad):
         StormRule(**{name: bad})
 
 
+@pytest.mark.parametrize(
+    "constants", [{"smoothness": 1e-170}, {"smoothness": 1e170}, {"smoothness": 1e10, "c": 1e300}]
+)
+def test_storm_refuses_constants_whose_gain_is_no_number(constants):
+    with pytest.raises(ValueError, match=r"eta\^2 must be positive and finite, got (0|inf)"):
+        StormRule(**constants)
+
+
 def test_names_and_options_are_checked():
-    with pytest.raises(ValueError, match="must be finite"):
-        StormRule(c=1e300, smoothness=1e10)
     assert make_rule("storm", theta=0.5) == StormRule(theta=0.5)
     assert StormRule(theta=np.float32(0.5), w=1) == StormRule(theta=0.5, w=1.0)
     assert json.dumps(rules.describe(StormRule(theta=np.float32(0.5))))  # a checkpoint has it
@@ -249,6 +255,19 @@ def test_the_sample_by_hand():
     assert rules.sample_stride(0) == rules.sample_stride(8191) == 1
     assert rules.sample_stride(2**20) == 255  # 256 divides it, as 2 does; 255 does not
     assert rules.sample_stride(4096 * 25) == 23  # 25 and 24 have factors in common with it
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_larger_and_the_smaller_of_two_are_one_of_them(dtype):
+    """Never a difference of the two: that of 1e20 and 1 is 1e20."""
+    numbers = np.array([0, 1e-20, 1e-3, 0.3, 1, 1e3, 3e7, 1e20, 1e30], dtype)
+    r, measured, ceiling = np.meshgrid(numbers, numbers, numbers)
+    expected = np.minimum(np.maximum(r, measured), ceiling)
+    np.testing.assert_array_equal(rules.next_distance(r, measured, ceiling), expected)
+    np.testing.assert_array_equal(rules.distance_ceiling(r, ceiling), np.maximum(r, ceiling))
+    np.testing.assert_array_equal(rules.counted_step(numbers), np.minimum(numbers, 1))
+    assert rules.next_distance(dtype(1), dtype(3e7), dtype(0.3)).dtype == dtype
+    assert rules.decay_factor(1e30, 1.0, 1.0, 1.0) == 1
 
 
 def test_untuned_formulas_are_the_same_in_every_framework():

@@ -1,11 +1,12 @@
 """`make test-versions`: the optimizers' tests on the oldest and on the newest versions.
 
-    python tools/environments.py oldest between newest next
+    python tools/environments.py oldest between newest next benchmark
 
 Each has an environment of its own under `.versions/`, made of what pyproject.toml allows: the
-floors themselves, something in between, the newest releases. The package is built there and
-installed as a wheel, without its dependencies, and the tests run on that. What was run becomes a
-row of docs/results/versions.json, and the rows are the table of docs/versions.md.
+floors themselves, something in between, the newest releases; and the floors of the benchmark, for
+its own tests. The package is built there and installed as a wheel, without its dependencies, and
+the tests run on that. What was run becomes a row of docs/results/versions.json, with the commit,
+and the rows are the table of docs/versions.md.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -53,6 +55,7 @@ class Environment:
         trainers: Extras that are installed at their floors and tested too.
         alone: The same, without dependencies.
         optional: Whether it may be left out where there is no such interpreter.
+        benchmark: Whether it is for the benchmark: its floors, and its tests alone.
     """
 
     python: str
@@ -61,6 +64,7 @@ class Environment:
     trainers: tuple[str, ...] = ()
     alone: tuple[str, ...] = ()
     optional: bool = False
+    benchmark: bool = False
 
 
 ENVIRONMENTS = {
@@ -78,13 +82,23 @@ ENVIRONMENTS = {
     ),
     "newest": Environment("3.13"),
     "next": Environment("3.14", optional=True),
+    "benchmark": Environment(
+        "3.11",
+        benchmark=True,
+        # What benchopt brings, pyarrow, wants a newer NumPy from 18 on.
+        pins=("numpy==1.26.4", "scipy==1.13.1", "torch==2.13.0", "pyarrow<18"),
+    ),
 }
+BENCHMARK = "benchmark"  # as an extra: the distribution of that name
+BESIDE = {"trainers": "The trainers' tests", BENCHMARK: "The benchmark's tests"}
 
 
 def requirements(extra: str) -> list[str]:
     """What an extra asks for, without the extras that it names; "" is the package itself."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    found = project["optional-dependencies"][extra] if extra else project["dependencies"]
+    folder = ROOT / BENCHMARK if extra == BENCHMARK else ROOT
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    whole = extra in ("", BENCHMARK)
+    found = project["dependencies"] if whole else project["optional-dependencies"][extra]
     return [need for need in found if not need.startswith("stormplus[")]
 
 
@@ -110,6 +124,8 @@ def make(name: str, environment: Environment, python: str) -> Path:
     """Its interpreter, with everything installed; made once."""
     inside = FOLDER / name / "bin" / "python"
     needs = [need for extra in LIBRARY for need in requirements(extra)]
+    if environment.benchmark:
+        needs = list(map(floor, requirements(BENCHMARK)))
     if environment.oldest:
         needs = list(map(floor, needs))
     needs += [floor(need) for extra in environment.trainers for need in requirements(extra)]
@@ -131,11 +147,11 @@ def make(name: str, environment: Environment, python: str) -> Path:
     return inside
 
 
-def install(inside: Path, wheels: Path) -> None:
+def install(inside: Path, wheels: Path, *folders: Path) -> None:
     """The package, built in this environment and installed as its wheel alone."""
     shutil.rmtree(wheels, ignore_errors=True)
     pip = (inside, "-m", "pip")
-    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, ROOT)
+    run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, *folders)
     run(*pip, "install", "--quiet", "--no-deps", "--force-reinstall", *wheels.glob("*.whl"))
 
 
@@ -177,22 +193,30 @@ def versions(inside: Path, names: list[str]) -> dict[str, str]:
 
 
 def names_of(extras: tuple[str, ...]) -> list[str]:
-    return [re.split(r"[>=<]", need)[0] for extra in extras for need in requirements(extra)]
+    return [re.split(r"[>=<[]", need)[0] for extra in extras for need in requirements(extra)]
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "describe", "--always", "--dirty"],
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return done.stdout.strip() or "unknown"
 
 
 def table(rows: dict[str, dict[str, dict[str, object]]]) -> str:
-    """The rows as Markdown: one table of the library, one of the trainers."""
+    """The rows as Markdown: a table of the library, a line for trainers and the benchmark each."""
     order = [name for name in ENVIRONMENTS if name in rows]
-    head = ["environment", "python", *SHOWN, "passed", "skipped", "failed"]
+    head = ["environment", "python", *SHOWN, "passed", "skipped", "failed", "commit"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for name in order:
+    for name in (name for name in order if "library" in rows[name]):
         cells = rows[name]["library"]
         lines.append("| " + " | ".join([name, *(str(cells[key]) for key in head[1:])]) + " |")
-    for name in order:
-        if cells := rows[name].get("trainers", {}):
+    for name, part in product(order, BESIDE):
+        if cells := rows[name].get(part, {}):
             counts = [f"{cells[key]} {key}" for key in ("passed", "skipped", "failed")]
             found = [f"{key} {value}" for key, value in cells.items() if isinstance(value, str)]
-            text = f"The trainers' tests, in *{name}*: {', '.join(counts)}, with "
+            text = f"{BESIDE[part]}, in *{name}*: {', '.join(counts)}, with "
             lines += ["", text + ", ".join(found) + "."]
     return "\n".join(lines) + "\n"
 
@@ -217,10 +241,13 @@ def main(names: list[str]) -> None:
             print(message + ": left out")
             continue
         inside = make(name, environment, python)
-        install(inside, FOLDER / f"{name}-wheel")
-        seen = versions(inside, names_of(LIBRARY))
+        folders = [ROOT, ROOT / BENCHMARK] if environment.benchmark else [ROOT]
+        install(inside, FOLDER / f"{name}-wheel", *folders)
+        seen = versions(inside, names_of((BENCHMARK,) if environment.benchmark else LIBRARY))
+        seen["commit"] = commit()
+        kind, tests = (BENCHMARK, ("bench",)) if environment.benchmark else ("library", TESTS)
         row: dict[str, dict[str, object]] = {
-            "library": {**seen, **test(inside, name, "not long", *TESTS)}
+            kind: {**seen, **test(inside, name, "not long", *tests)}
         }
         if environment.trainers:
             found = versions(inside, names_of(environment.trainers + environment.alone))

@@ -14,7 +14,7 @@ import pandas as pd
 from stormplus_bench import finals, markdown, paper_tables, rows
 from stormplus_bench.methods import TIERS, ordered
 
-COLUMNS = ("lr", "training loss", "validation loss", "validation accuracy", "ms a step", "state")
+COLUMNS = ("lr", "training loss", "validation loss", "validation accuracy", "state")
 FOLDER = Path("docs")
 PARTS = ("long", "long-held-out")
 HELD_OUT = ("vit-cifar10", "lora-cifar10")
@@ -35,10 +35,7 @@ def main(paths: list[str]) -> None:
 def report(frame: pd.DataFrame) -> str:
     """Where each method ends, first over all workloads, then on each."""
     diverged = int(np.isinf(finals.per_run(frame)["loss"]).sum())
-    beside = (
-        f"Runs that diverged: {diverged}. Times are of a machine that did other work beside it."
-    )
-    parts = [paper_tables.where(frame).strip(), beside, missing(frame)]
+    parts = [paper_tables.where(frame).strip(), f"Runs that diverged: {diverged}.", missing(frame)]
     parts += [markdown.table(lost(frame), "method"), markdown.wrap(LOST)]
     for workload in [name for name in TIERS["long"] if name in set(frame["workload"])]:
         part = frame[frame["workload"] == workload]
@@ -92,14 +89,12 @@ def table(frame: pd.DataFrame) -> pd.DataFrame:
     for method, lr in best:
         runs = frame[(frame["method"] == method) & (frame["lr"] == lr)]
         ends = runs.groupby("seed").last()
-        steps = runs.groupby("seed")["seconds"].max() / runs.groupby("seed")["samples"].max()
         bad = (ends["status"] == "diverged").any()
         found[method] = {
             "lr": f"{lr:g}",
             "training loss": np.inf if bad else ends["train_loss"].mean(),
             "validation loss": ends["valid_loss"].mean(),
             "validation accuracy": ends["valid_accuracy"].mean(),
-            "ms a step": f"{1e3 * steps.mean():.1f}",
             "state": f"{ends['state_mb'].mean():.2f} MB",
         }
     made = pd.DataFrame.from_dict(found, orient="index", columns=list(COLUMNS))

@@ -318,12 +318,16 @@ def _reached(ends: dict[str, dict[str, float]]) -> list[str]:
     methods = sorted(ordered(ends), key=lambda method: -ends[method]["valid_accuracy"])
     parts: dict[bool, list[str]] = {True: [], False: []}
     for method in methods:
-        training, test = ends[method]["train_accuracy"], ends[method]["valid_accuracy"]
-        known = training > BY_HEART
+        end = ends[method]
+        known = end["train_accuracy"] > BY_HEART
+        training = "" if known else f", training accuracy {end['train_accuracy']:.2f}"
         parts[known].append(
-            f"{method} {test:.2f}" + ("" if known else f" (training {training:.2f})")
+            f"{method} {end['valid_accuracy']:.2f} ({end['valid_loss']:.1f}{training})"
         )
-    titles = {True: "All images learned by heart, test accuracy", False: "Not learned by heart"}
+    titles = {
+        True: "All images learned by heart, test accuracy (and test loss)",
+        False: "Not learned by heart",
+    }
     return [f"{titles[known]}: {', '.join(part)}." for known, part in parts.items() if part]
 
 

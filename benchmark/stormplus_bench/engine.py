@@ -49,8 +49,9 @@ def announce(plan: Plan, journal: Path, jobs: int | None, console: Console) -> N
     left = plan.left(rows.keys(journal))
     for workload in dict.fromkeys(run.workload for run in left):
         runs = [run for run in left if run.workload == workload]
+        budgets = " or ".join(f"{n:,d}" for n in sorted({run.budget for run in runs}))
         console.print(
-            f"{workload}: {len(runs)} runs of {runs[0].budget:,d} gradients of "
+            f"{workload}: {len(runs)} runs of {budgets} gradients of "
             f"{1e3 * plan.seconds[workload]:.3g} ms, {plan.projected(runs, 1) / 60:.1f} minutes",
             highlight=False,
             markup=False,

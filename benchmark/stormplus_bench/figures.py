@@ -307,11 +307,13 @@ def curves_panel(
         if len(known) > MOST:
             known = known.iloc[np.unique(np.linspace(0, len(known) - 1, MOST).round().astype(int))]
         x, style = known["evaluations"].to_numpy(), style_of(method)
-        low, high = known["low"].to_numpy(), known["high"].to_numpy()
-        (drawn,) = axis.plot(x, known["median"].to_numpy(), markevery=(0.05, 0.2), **style.line())
+        # What goes further leaves the figure anyhow; inf cannot be drawn, nor markers up to 1e20.
+        beyond = 1e3 * max(abs(top), 1e-300)
+        low, median, high = (
+            np.minimum(known[name].to_numpy(), beyond) for name in ("low", "median", "high")
+        )
+        (drawn,) = axis.plot(x, median, markevery=(0.05, 0.2), **style.line())
         tag(drawn, method)
-        # A band without an upper end leaves the figure; inf itself cannot be drawn.
-        high = np.where(np.isinf(high), 1e3 * max(abs(top), 1e-300), high)
         edge = np.column_stack([np.append(x, x[::-1]), np.append(low, high[::-1])])
         band = PolyCollection([edge], facecolor=style.colour, alpha=0.13, linewidth=0)
         axis.add_collection(band, autolim=False)

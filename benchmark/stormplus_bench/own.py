@@ -417,7 +417,7 @@ def compare(
 
             try:
                 found.append(_one_run(method, lr, task, seed, tell))
-            except Exception as error:
+            except BaseException as error:  # KeyboardInterrupt too: nothing is lost
                 error.result = Comparison(tuple(found))  # type: ignore[attr-defined]
                 error.add_note(f"in a run of {method.name}, seed {seed}; .result has the rest")
                 raise

@@ -16,6 +16,7 @@ import torch
 import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
+from stormplus.install import BENCH
 from stormplus_bench import rows
 from stormplus_bench.own import fingerprint, read_method, read_workload
 from stormplus_bench.rows import Key
@@ -176,7 +177,7 @@ def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
 def _instances(classes: Any) -> Iterator[Any]:
     for instance, installed in _list_parametrized_classes(*classes):
         if not installed:
-            raise ModuleNotFoundError(f"{instance} cannot be imported: pip install stormplus-bench")
+            raise ModuleNotFoundError(f"{instance} cannot be imported: {BENCH}")
         yield instance
 
 

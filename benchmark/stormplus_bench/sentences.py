@@ -228,17 +228,19 @@ def _against(duels: pd.DataFrame) -> str:
 def duel_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Wins, ties and losses of each of our methods against each other method, as text.
 
-    A method has two columns: at the default lr and at the best lr.
+    A method has two columns: at the default lr and at the best lr, if it has several.
     """
     columns = {}
     for method in ours_in(frame):
         for best_lr, name in ((False, "default"), (True, "best lr")):
             counts = scores.count(scores.wins_ties_losses(frame, method, best_lr=best_lr))
-            columns[f"{method}, {name}"] = {
+            found = {
                 rival: " / ".join(map(str, numbers))
                 for rival, numbers in zip(counts.index, counts.to_numpy())
                 if rival not in OURS
             }
+            if found:
+                columns[f"{method}, {name}"] = found
     table = pd.DataFrame(columns, dtype="str").fillna("")
     return table.reindex(ordered(table.index))
 

@@ -217,6 +217,8 @@ def _check_steps(steps: int) -> None:
 
 
 def _as_float64(block: Any) -> Array:
+    if np.iscomplexobj(block):
+        raise TypeError("x0 must be real, got complex numbers: give real and imaginary parts")
     array = np.array(block, dtype=np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"x0 must be finite, got {array}")
@@ -247,6 +249,11 @@ def _checked_gradient(g: Any, x: Blocks) -> Blocks:
                 f"grad must return the shape of x0: block {i} is {x_i.shape}, "
                 f"its gradient {g_i.shape}"
             )
-        if not np.isfinite(np.vdot(g_i, g_i)):
+        if not np.isfinite(g_i).all():
             raise FloatingPointError(f"the gradient of block {i} is not finite: {g_i}")
+        with np.errstate(over="ignore"):
+            if not np.isfinite(np.vdot(g_i, g_i)):
+                raise FloatingPointError(
+                    f"the gradient of block {i} is too large to be squared: scale f down, {g_i}"
+                )
     return blocks

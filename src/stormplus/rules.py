@@ -132,9 +132,10 @@ class StormRule:
                     f"the default is {field.default}"
                 )
             object.__setattr__(self, field.name, float(value))  # NumPy's and others': no JSON
-        largest = self.c * self.smoothness**2 * (self.theta / self.w ** (1 / 3)) ** 2
-        if not largest < math.inf:
-            raise ValueError(f"c L^2 eta^2 must be finite, got {largest} from {self}")
+        eta = self.theta / self.w ** (1 / 3)  # the first; a product overflows without an error
+        largest = self.smoothness * self.smoothness * self.c * eta * eta
+        if not 0 < largest < math.inf:
+            raise ValueError(f"c L^2 eta^2 must be positive and finite, got {largest} from {self}")
 
     def __call__(
         self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
@@ -142,7 +143,8 @@ class StormRule:
         sum_g_sq = sums.sum_g_sq.plus(g_sq)
         eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
         a = self.c * self.smoothness**2 * eta**2  # Eq. (stormChoices), right
-        a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
+        # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona has by its w.
+        a = _smaller(a, 1.0)
         sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
         return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
 
@@ -325,9 +327,11 @@ def decay_factor(weight_decay: Scalar, eta: Scalar, natural: Scalar, ceiling: Sc
     return _smaller(weight_decay * eta * natural / ceiling, 1.0)
 
 
+# Of two numbers or arrays of any framework. Neither is subtracted from the other, or the smaller
+# of 1e20 and 1 would be 0.
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    return a + (b - a) * (b > a)
+    return a * (a >= b) + b * (a < b)
 
 
 def _smaller(a: Scalar, b: Scalar) -> Scalar:
-    return a + (b - a) * (b < a)
+    return a * (a <= b) + b * (a > b)

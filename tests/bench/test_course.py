@@ -244,7 +244,10 @@ def test_the_page_of_a_whole_course():
     assert sentence in made.summary.replace("\n", " ")
     assert "| STORM+, epoch 50 | 0.1 | 1 | 1 | 1 | 1 | 0.5 | 1 | 0.5 |" in made.text
     assert r"| $\vert g \vert$ |" in made.text
-    assert "Not learned by heart: STORM+ 0.45 (training 0.90), " in made.summary.replace("\n", " ")
+    assert (
+        "Not learned by heart: STORM+ 0.45 (0.1, training accuracy 0.90), "
+        in made.summary.replace("\n", " ")
+    )
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,9 @@ def test_who_knows_the_images_by_heart_comes_first():
     found = [course_row("Adam", accuracy=1.0), course_row("STORM+", accuracy=0.3)]
     found.append(course_row("AdaGrad", accuracy=0.995))
     summary = report(found, COURSE).summary.replace("\n", " ")
-    assert "learned by heart, test accuracy: Adam 0.50, AdaGrad 0.50. Not learned" in summary
+    assert (
+        "test accuracy (and test loss): Adam 0.50 (0.1), AdaGrad 0.50 (0.1). Not learned" in summary
+    )
 
 
 def test_the_page_says_what_is_not_there_yet():
@@ -279,7 +284,7 @@ def test_the_page_says_what_is_not_there_yet():
     summary = made.summary.replace("\n", " ")
     assert "Not every run of this course has been made yet" in summary
     assert "cannot be judged before STORM mean, AdaGrad has run" in summary
-    assert "heart: STORM+ mean 0.45 (training 0.90), SGD momentum 0.45 (training 0.90)" in summary
+    assert "heart: STORM+ mean 0.45 (0.1, training accuracy 0.90), SGD momentum 0.45 (" in summary
     with pytest.raises(ValueError, match="no run of the course"):
         report([], COURSE)
     assert "### The rates" not in report([course_row("Untuned")], COURSE).text  # it has none

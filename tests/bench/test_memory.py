@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stormplus import StormPlus
+from stormplus import StormPlus, Untuned
 from stormplus_bench.memory import peak
 
 pytestmark = pytest.mark.long
@@ -25,6 +25,12 @@ def test_a_step_takes_a_fifth_of_the_model_at_most(way, weights):
     if grown is None:
         pytest.skip("the resident set's peak is read from /proc")
     assert grown < 0.2
+
+
+@pytest.mark.parametrize("cls", [StormPlus, Untuned])
+def test_so_do_the_compiled_kernels_and_untuned(cls):
+    grown = peak(cls, {"fused": True} if cls is StormPlus else {})
+    assert grown is None or grown < 0.1  # 0.04 and 0.03, whatever the allocator is up to
 
 
 def test_the_measure_sees_temporaries():

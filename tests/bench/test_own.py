@@ -229,12 +229,13 @@ def test_what_could_not_be_saved_is_told_before_it_runs(methods, seeds, message)
         compare(methods, workload=line(), seeds=seeds, progress=False)
 
 
-def test_a_method_that_raises_leaves_what_the_others_have_done():
+@pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
+def test_a_method_that_raises_leaves_what_the_others_have_done(error):
     class Breaks(torch.optim.SGD):
         def step(self, closure=None):
-            raise OSError("a broken disc")
+            raise error("a broken disc")
 
-    with pytest.raises(OSError, match="a broken disc") as told:
+    with pytest.raises(error, match="a broken disc") as told:
         compare({"good": sgd, "bad": Breaks}, workload=line(), progress=False)
     assert list(told.value.result.table.index) == ["good"]
     assert told.value.__notes__ == ["in a run of bad, seed 0; .result has the rest"]

@@ -100,7 +100,7 @@ def test_a_method_of_ours_with_one_lr_is_not_called_tuned():
     found = [make_row([2, 1], method="STORM+"), make_row([2, 1])]
     told = sentences.findings(frame_of([*found, make_row([2, 1], lr=1, default=False)]))
     assert not any("best lr" in text for text in told.sentences["STORM+"])
-    assert told.duels.loc["SGD"].to_list() == ["0 / 1 / 0", ""]
+    assert told.duels.loc["SGD"].to_dict() == {"STORM+, default": "0 / 1 / 0"}
     assert told.scores.loc["STORM+", "profile score, best lr"] == ""
 
 

@@ -53,6 +53,15 @@ def test_verify_sees_zero_gradients():
         verify(first_state(storm_plus(), PARAMS, zero, PARAMS))
 
 
+@pytest.mark.parametrize("size", [1e-37, 1e-20, 1.0])
+@pytest.mark.parametrize("scope", ["global", "tensor"])
+def test_verify_sees_gradients_whose_squares_are_no_float32(size, scope):
+    g = jax.tree.map(lambda p: jnp.full_like(p, size), PARAMS)
+    verify(first_state(storm_plus(scope=scope), PARAMS, g, g))
+    with pytest.raises(RuntimeError, match="differ at one point, by 2 relatively"):
+        verify(first_state(storm_plus(scope=scope), PARAMS, g, jax.tree.map(jnp.negative, g)))
+
+
 def test_verify_needs_a_step():
     with pytest.raises(ValueError, match="after the first update: got step 0"):
         verify(storm_plus().init(PARAMS))
@@ -115,6 +124,31 @@ def test_accumulate_adds_up_in_float32():
     mean = accumulate(lambda p, v: v * jnp.ones_like(p), values)(jnp.ones(2, jnp.bfloat16))
     assert mean.dtype == jnp.float32
     np.testing.assert_array_equal(mean, 271 / 16)
+
+
+def test_accumulate_leaves_integers_alone_that_a_mask_leaves_out():
+    params = {"w": jnp.ones(3), "n": jnp.arange(2)}
+
+    def loss(p, batch):
+        return jnp.sum((p["w"] - batch) ** 2) + 0 * p["n"].sum()
+
+    grad = jax.grad(loss, allow_int=True)
+    tx = storm_plus(mask={"w": True, "n": False})
+    batches = jnp.array([[1.0], [3.0]])
+    mean_grad = accumulate(grad, batches)
+    assert mean_grad(params)["n"].dtype == jax.dtypes.float0
+    whole = jax.tree.map(lambda *parts: sum(parts) / 2, *(grad(params, b)["w"] for b in batches))
+    np.testing.assert_allclose(mean_grad(params)["w"], whole)
+
+    def step(state):
+        return tx.update(mean_grad(params), state, params, grad_fn=mean_grad)
+
+    for way in (step, jax.jit(step)):
+        _, state = way(tx.init(params))  # which moves nothing yet
+        verify(state)
+        updates, _ = way(state)
+        assert updates["n"].tolist() == [0, 0]
+        assert bool((updates["w"] != 0).all())
 
 
 def test_accumulate_evaluates_one_micro_batch_at_a_time():

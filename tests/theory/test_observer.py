@@ -110,6 +110,28 @@ def test_a_list_of_blocks_is_one_long_vector(problem):
         assert row == pytest.approx(expected)
 
 
+def test_a_run_that_broke_leaves_nothing_to_the_next(problem):
+    def breaks(x, xi):
+        if len(observer.rows) == 3:  # in the first evaluation of a pair, or in the second
+            if not held:
+                raise FloatingPointError("a broken sensor")
+            held.pop()
+        return problem.grad(x, xi)
+
+    for when in ([], [0]):
+        observer, fresh, held = Observer(), Observer(), when
+        with pytest.raises(FloatingPointError, match="a broken sensor"):
+            minimize(observer.watch(breaks), problem.start(), problem.sample, 9, callback=observer)
+        observer.rows.clear()
+        for watcher in (observer, fresh):
+            watched = watcher.watch(problem.grad)
+            end = minimize(watched, problem.start(), problem.sample, 9, rng=1, callback=watcher)
+            assert end.nit == 9
+        for row, expected in zip(observer.rows, fresh.rows, strict=True):
+            for name in ("grad_norm", "estimator_norm", "innovation_sq", "drift_sq"):
+                assert row.get(name) == expected.get(name)
+
+
 def test_errors_say_what_to_do(problem):
     with pytest.raises(RuntimeError, match=r"observer\.watch\(grad\)"):
         minimize(problem.grad, problem.start(), problem.sample, 3, rng=0, callback=Observer())

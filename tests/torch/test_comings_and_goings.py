@@ -279,3 +279,36 @@ def test_a_parameter_whose_state_is_taken_away_begins_anew(case, which, way):
     constant(case, opt, params)
     steps = run_of(opt)["step"].tolist()
     assert (steps[which], steps[1 - which]) == (3, 6)
+
+
+# -- other layouts -------------------------------------------------------------------------------
+
+
+FORMATS = [torch.contiguous_format, torch.channels_last]
+
+
+@every
+@pytest.mark.parametrize("loads", [False, True])
+@pytest.mark.parametrize("formats", [FORMATS, FORMATS[::-1]], ids=str)
+def test_a_model_that_changes_its_layout_goes_on_as_it_would_have(case, formats, loads):
+    """With `.to(memory_format=...)` between two steps, or between saving and loading."""
+    runs = []
+    for changes in (True, False):
+        model = nn.Conv2d(4, 6, 3, dtype=torch.float64).to(memory_format=formats[0])
+        for p, start in zip(model.parameters(), (0.3, -0.2)):
+            nn.init.constant_(p, start)
+        params = list(model.parameters())
+        opt = case(params)
+        constant(case, opt, params)
+        if changes:
+            saved = opt.state_dict()
+            model.to(memory_format=formats[1])
+            if loads:
+                opt = case(params)
+                opt.load_state_dict(saved)
+            opt.zero_grad()
+        constant(case, opt, params)
+        runs.append(values(params))
+        for name in ("estimator", "lead", "unit"):
+            assert opt.state[params[0]].get(name, params[0]).stride() == params[0].stride()
+    torch.testing.assert_close(*runs, rtol=1e-12, atol=1e-12)

@@ -69,6 +69,8 @@ def test_each_pass_equals_the_plain_one_to_one_rounding(dtype, gradients, option
         torch.testing.assert_close(d, d_plain, rtol=own, atol=own)
     close = 1e-12 if not options and dtype == torch.float64 else 1e-5
     torch.testing.assert_close(sums, expected, rtol=close, atol=0)
+    own = torch.stack([d.double().square().sum() for _, d in ours]).sum()
+    torch.testing.assert_close(sums[1], own, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])

@@ -125,6 +125,45 @@ def test_native_passes_and_plain_ones_are_the_same(monkeypatch, dtype, state_dty
         torch.testing.assert_close(run_of(opt)[name], run_of(twin)[name], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.usefixtures("path")
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_gradients_of_other_dtypes_than_their_parameters_are_no_infinities(wide_first):
+    params = [nn.Parameter(draw(5, seed=k).bfloat16()) for k in (0, 1)]
+    opt = Untuned(params)
+    for k, p in enumerate(params):
+        if (k == 0) == wide_first:
+            if not hasattr(p, "grad_dtype"):
+                pytest.skip("gradients have the dtype of their parameters here")
+            p.grad_dtype = None
+            p.grad = torch.full((5,), 3.3)  # whose halves, read as bfloat16, are nan or huge
+        else:
+            p.grad = draw(5, seed=3).bfloat16()
+    before = values(params)
+    opt.step()
+    assert all(bool((p != q).any()) for p, q in zip(params, before))
+    params[0].grad = torch.full_like(params[0].grad, torch.inf)
+    with pytest.raises(FloatingPointError, match="parameter 0 of group 0"):
+        opt.step()
+
+
+@pytest.mark.usefixtures("path")
+def test_a_half_precision_weight_that_overflows_is_told():
+    """Its float32 master is a finite number all the while."""
+    p = nn.Parameter(torch.full((4,), 65000.0, dtype=torch.float16))
+    opt = Untuned([p])
+    p.grad = -torch.ones_like(p)
+    for _ in range(20):
+        opt.step()
+        if bool(p.isinf().any()):
+            break
+    assert bool(opt.state[p]["master"].isfinite().all())
+    before, steps = values([p]), opt.grad_evaluations
+    with pytest.raises(FloatingPointError, match="not finite, or too far"):
+        opt.step()
+    assert_same(values([p]), before)
+    assert opt.grad_evaluations == steps
+
+
 def test_one_evaluation_a_step_with_or_without_a_closure():
     runs = []
     for with_closure in (True, False):
@@ -686,6 +725,7 @@ def test_a_model_saved_at_the_average_beside_a_state_that_was_not_is_told(dtype)
         assert len(told) == warned, told
         if warned:
             assert "is not where this state left it: load a model" in str(told[0].message)
+            assert told[0].filename == problem.run.__code__.co_filename  # of who calls step()
 
 
 @pytest.mark.parametrize("ours", [None, torch.bfloat16], ids=str)

@@ -35,7 +35,7 @@ Examples:
   STORMPLUS_DATA=~/data stormplus paper                 everything, on a GPU
   STORMPLUS_DATA=~/data stormplus paper --scale cpu --jobs 2
   STORMPLUS_DATA=~/data stormplus paper --scale course --jobs 2 --output out/course
-  stormplus paper --scale course --method Adam --method STORM+
+  stormplus paper --scale course --output out/course --method Adam --method STORM+
   stormplus paper --scale cpu --redraw                  the figures again, from the rows
 
 Interrupt at will: each finished run is in OUTPUT/rows.jsonl, and the same command goes on.

@@ -170,7 +170,7 @@ class Training:
 
     def restore(self, file: Path) -> None:
         """Go on from what `save` has kept: the same numbers as without the interruption."""
-        held = torch.load(file, map_location=self.workload.device)
+        held = torch.load(file, map_location=self.workload.device, weights_only=True)
         self.model.load_state_dict(held.pop("model"))
         self.stepper.load_state_dict(held.pop("stepper"))
         for name, value in held.items():

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import compress
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from stormplus.jax.core.trees import PyTree, estimator_dtype
 from stormplus.jax.storm import StormState
@@ -79,16 +81,20 @@ def accumulate(
     ((count,),) = lengths
 
     def mean_grad(params: PyTree) -> PyTree:
-        def widened(batch: PyTree) -> PyTree:
-            gradient = grad_fn(params, batch)
-            return jax.tree.map(lambda g: g.astype(estimator_dtype(g)), gradient)
+        one = jax.eval_shape(grad_fn, params, jax.tree.map(lambda leaf: leaf[0], batches))
+        leaves, structure = jax.tree.flatten(one)
+        # Integers, which `mask=` leaves out, have gradients without numbers.
+        summed = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
 
-        def add(total: PyTree, batch: PyTree) -> tuple[PyTree, None]:
-            return jax.tree.map(jnp.add, total, widened(batch)), None
+        def add(total: list[jax.Array], batch: PyTree) -> tuple[list[jax.Array], None]:
+            found = jax.tree.leaves(grad_fn(params, batch))
+            return [t + g for t, g in zip(total, compress(found, summed))], None
 
-        one = jax.eval_shape(widened, jax.tree.map(lambda leaf: leaf[0], batches))
-        zero = jax.tree.map(lambda g: jnp.zeros(g.shape, g.dtype), one)
-        total, _ = jax.lax.scan(add, zero, batches)
-        return jax.tree.map(lambda g: g / count, total)
+        wide = [jnp.zeros(g.shape, estimator_dtype(g)) for g in compress(leaves, summed)]
+        total, _ = jax.lax.scan(add, wide, batches)
+        means = iter([g / count for g in total])
+        holes = (np.zeros(g.shape, g.dtype) for g in leaves)
+        found = [next(means) if has else hole for has, hole in zip(summed, holes)]
+        return jax.tree.unflatten(structure, found)
 
     return mean_grad

@@ -260,8 +260,11 @@ def _paired(
 
         def difference() -> jax.Array:
             """At a start both were taken at one point, and must be one gradient."""
-            apart = [new - old for new, old in zip(returned, handed_over)]
-            off, size = (layout.square_norm(v, "raw").sum() for v in (apart, handed_over))
+            scale = jnp.max(layout.rms(handed_over), initial=0)  # 1e-20 has no square in float32
+            scale = jnp.where(scale == 0, 1, scale)
+            apart = [(new - old) / scale for new, old in zip(returned, handed_over)]
+            old = [g / scale for g in handed_over]
+            off, size = (layout.square_norm(v, "raw").sum() for v in (apart, old))
             return jnp.sqrt(off / jnp.where(size == 0, 1, size)).astype(state.mismatch.dtype)
 
         mismatch = jax.lax.cond(state.started, lambda: state.mismatch, difference)

@@ -149,12 +149,15 @@ class Observer:
                 "the observer saw no gradient: call minimize(observer.watch(grad), ..., "
                 "callback=observer)"
             )
+        if result.nit == 1:  # what a run before this one has left is none of its business
+            calls, self._previous = calls[-1:], None
         x, d = _flat(result.x), _flat(result.estimator)
         g = next((g for at, g in calls if np.array_equal(at, x)), calls[0][1])
         pair = None
         if self._previous is not None and len(calls) == 2:
             x_old, g_old, d_old = self._previous
-            g_tilde = next(g for at, g in reversed(calls) if np.array_equal(at, x_old))
+            found = (g for at, g in reversed(calls) if np.array_equal(at, x_old))
+            g_tilde = next(found, calls[-1][1])  # without one `minimize` would take it for a stop
             pair = {
                 "innovation_sq": _square(d_old - g_tilde),
                 "drift_sq": _square(g - g_tilde),

@@ -107,6 +107,11 @@ class PairedOptimizer(BaseOptimizer):
         "sum_d_sq_over_a",
     )
     _kept = ("rule", "_norm", "_generators")
+    _absent: ClassVar[dict[str, str]] = {
+        "learning_rate": "it is called lr",
+        "momentum": "the momentum sets itself, from the gradients that the run measures",
+        "betas": "the momentum sets itself, from the gradients that the run measures",
+    }
     _looked = False  # whether the closure was seen to zero the gradients
 
     def __init__(

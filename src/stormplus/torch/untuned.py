@@ -26,6 +26,7 @@ from stormplus.torch.core.kernels import (
     CHUNK,
     NATIVE,
     NativeUntuned,
+    Scratch,
     finite_or_nan,
     increment_version,
     split,
@@ -34,7 +35,16 @@ from stormplus.torch.core.kernels import (
 )
 from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local
 from stormplus.torch.core.state import FROZEN, JOINED, Buffer, Numbers, State, run_of
-from stormplus.torch.core.tensors import Item, Kept, Member, Roster, Totals, blame, name_of
+from stormplus.torch.core.tensors import (
+    Item,
+    Kept,
+    Member,
+    Roster,
+    Totals,
+    blame,
+    name_of,
+    users_level,
+)
 
 Rows: TypeAlias = npt.NDArray[np.int64]  # which tensors, by their place among all
 
@@ -74,8 +84,9 @@ class Untuned(BaseOptimizer):
 
     R is the tensor's root mean square at the start, or one over the root of its inputs if that
     is larger. No step is larger than the first, R / 60, unless the steps so far agree in every
-    matrix of the model, and none moves a coordinate by more than r. docs/untuned.md has the whole
-    rule and the study behind it.
+    matrix of the model, and none moves a coordinate by more than r. Both times `lr` and `factor` of
+    its group, and weight decay comes on top. docs/untuned.md has the whole rule and the study
+    behind it.
 
     It is a plain torch optimizer: `loss.backward(); opt.step()`, a closure if you like, any
     trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into
@@ -123,7 +134,7 @@ class Untuned(BaseOptimizer):
     _shown = ("step", "step_size", "distance")
     _kept = ("_state_dtype", "_trusted")
     _lent: ClassVar[dict[str, Buffer]] = {"iterate": Buffer(wide=False)}
-    _absent: ClassVar[dict[str, str]] = {"lr": _NO_LR}
+    _absent: ClassVar[dict[str, str]] = {"lr": _NO_LR, "learning_rate": _NO_LR}
 
     def __init__(
         self,
@@ -262,8 +273,9 @@ class Untuned(BaseOptimizer):
         begun = [
             (lot, lot.rows[i], lot.items[i], lot.samples[i]) for lot in lots for i in lot.joining
         ]
+        scratch = Scratch()
         for lot, row, item, _ in begun:
-            totals.table(lot.process_groups, lot.device)[0, row] += square_norm(item.x)
+            totals.table(lot.process_groups, lot.device)[0, row] += square_norm(item.x, scratch)
         start = np.sqrt(totals.sum()[0].cpu().numpy() / layout.sizes)
         for _, row, _, _ in begun:
             if not np.isfinite(start[row]):
@@ -316,7 +328,7 @@ class Untuned(BaseOptimizer):
                         f"{name_of(self.param_groups, self.parameters()[row])} is not where this "
                         "state left it: load a model that was saved at the same moment, and in the "
                         "same mode (opt.eval() or opt.train()), as the optimizer",
-                        stacklevel=4,
+                        stacklevel=users_level(),
                     )
                     return
 
@@ -527,10 +539,10 @@ class _Sample:
 
 
 def _in_full(x: Tensor, master: Tensor | None = None) -> Tensor:
-    """y: the parameter, or its float32 master, where that still rounds to it."""
+    """y: the parameter, or its float32 master, where that still rounds to it, and to a number."""
     if master is None:
         return x
-    return torch.where(master.to(x.dtype) == x, master, x.to(master.dtype))
+    return torch.where((master.to(x.dtype) == x) & x.isfinite(), master, x.to(master.dtype))
 
 
 class _Lot:
@@ -661,11 +673,7 @@ def _descend(chunks: list[_Chunk], numbers: Numbers) -> list[Tensor]:
     alpha, limit, decay, w, c, sign, t = at
     xs = [chunk[0] for _, _, chunk in chunks]
     halves = len(chunks[0][2]) == 5
-    ys = (
-        [torch.where(m.to(x.dtype) == x, m, x.to(m.dtype)) for _, _, (x, _, _, _, m) in chunks]
-        if halves
-        else xs
-    )
+    ys = [_in_full(x, m) for _, _, (x, _, _, _, m) in chunks] if halves else xs
     wide = ys[0].dtype
     gs = torch._foreach_mul([g.to(wide) for _, _, (_, g, *_) in chunks], sign.tolist())
     leads, units = ([chunk[k].to(wide) for _, _, chunk in chunks] for k in (2, 3))

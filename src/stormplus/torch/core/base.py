@@ -424,7 +424,7 @@ def _check_common_options(group: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got the shape {tuple(lr.shape)}")
     if not (isinstance(lr, (Real, Tensor)) and 0 <= float(lr) < math.inf):
-        raise ValueError(f"lr must be a finite number, at least 0, got {lr!r}; the paper's is 1.0")
+        raise ValueError(f"lr must be a finite number, at least 0, got {lr!r}; the default is 1.0")
     if not (isinstance(decay, Real) and 0 <= float(decay) < math.inf):
         raise ValueError(f"weight_decay must be a finite number, at least 0, got {decay!r}")
     for p in group["params"]:

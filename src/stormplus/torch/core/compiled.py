@@ -14,7 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from stormplus.torch.core.kernels import Number, Plain, flat_views, increment_version, tensor_of
+from stormplus.torch.core.kernels import (
+    Number,
+    Plain,
+    flat_views,
+    increment_version,
+    objective,
+    tensor_of,
+)
 from stormplus.torch.core.state import accumulator_dtype
 from stormplus.torch.core.tensors import Bundle
 
@@ -112,7 +119,7 @@ class Compiled:
         totals = out.unbind()
         for flat in flats:
             with flat as (x, d, g):
-                squares = _compiled(_estimate)(x if bundle.l2 else None, d, g, numbers)
+                squares = _compiled(_estimate)(x if objective(bundle).l2 else None, d, g, numbers)
             for total, square in zip(totals, squares):
                 total.add_(square)
 
@@ -178,6 +185,6 @@ def _sort(bundle: Bundle) -> tuple[list[_Flat], Bundle]:
 
 def _numbers(bundle: Bundle, coefficient: Tensor, *, guard: bool = True) -> Tensor:
     """What a kernel reads: alpha or 1 - a, and what both passes share."""
-    constants = (bundle.sign, bundle.l2, bundle.decoupled, float(guard))
+    constants = (*objective(bundle), float(guard))
     filled = [coefficient.new_full((), c) for c in constants]  # without a copy from the host
     return torch.stack([coefficient, *filled])

@@ -23,7 +23,7 @@ import ctypes
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +148,22 @@ class Scratch:
         return flat.as_strided(t.shape, t.stride()) if flat_views(t) else flat.view(t.shape)
 
 
+class Objective(NamedTuple):
+    """What is minimized."""
+
+    sign: float  # -1 to maximize
+    l2: float  # weight decay as a part of it
+    decoupled: float  # weight decay beside it
+
+
+def objective(bundle: Bundle) -> Objective:
+    """By the options of the group."""
+    sign = -1.0 if bundle.group["maximize"] else 1.0
+    decay = float(bundle.group["weight_decay"])
+    beside = bundle.group["decoupled_weight_decay"]
+    return Objective(sign, 0.0, decay) if beside else Objective(sign, decay, 0.0)
+
+
 def gradient(
     bundle: Bundle, x: Tensor, g: Tensor | None, scratch: Scratch | None = None
 ) -> Tensor | None:
@@ -159,7 +175,7 @@ def gradient(
         g: Their gradient.
         scratch: Where the result lies, until the next one, if it is not g itself.
     """
-    dtype, sign, l2 = bundle.dtype, bundle.sign, bundle.l2
+    dtype, (sign, l2, _) = bundle.dtype, objective(bundle)
     if (g is None and not l2) or (g is not None and not l2 and sign > 0 and g.dtype == dtype):
         return g
     out = (scratch or Scratch()).like(x, dtype, "gradient")
@@ -204,19 +220,20 @@ class SquareNorms:
         wide = self._scratch[: piece.numel()].copy_(piece)
         return torch.dot(wide, wide)
 
-    def add_all(self, tensors: dict[int, Tensor]) -> None:
-        """As `add`, by row."""
-        for row, chunk in tensors.items():
-            self.add(row, chunk)
 
-
-def square_norm(t: Tensor) -> Tensor:
-    """|t|^2 in float64 where the device has it."""
-    wide = torch.float32 if t.device.type == "mps" else torch.float64
-    pieces = torch.split(t.reshape(-1), CHUNK)
-    return torch.stack(
-        [torch.linalg.vector_norm(piece, dtype=wide).square() for piece in pieces]
-    ).sum()
+def square_norm(t: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """|t|^2 in float64 where the device has it; `scratch` is for who needs many."""
+    total = torch.zeros((), dtype=accumulator_dtype(t.device), device=t.device)
+    scratch = scratch or Scratch()
+    for piece in torch.split(t.reshape(-1), CHUNK):
+        if t.device.type != "cpu":
+            total += torch.linalg.vector_norm(piece, dtype=total.dtype).square()
+            continue
+        wide = piece
+        if piece.dtype != total.dtype:
+            wide = scratch.like(piece, total.dtype, "wide").copy_(piece)
+        total += torch.dot(wide, wide)
+    return total
 
 
 def finite_or_nan(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -228,7 +245,8 @@ def finite_or_nan(tensors: list[Tensor], device: torch.device) -> Tensor:
         return (torch.stack(torch._foreach_norm(tensors, math.inf)) * 0).sum()
     if NATIVE is not None and not torch._C._len_torch_dispatch_stack():
         dense = [t for t in tensors if t.dtype in _NATIVE_NAMES and flat_views(t) is not None]
-        if not NATIVE.finite(dense):
+        dtypes = {t.dtype for t in dense}  # a gradient may have another than its parameter
+        if not all(NATIVE.finite([t for t in dense if t.dtype == dtype]) for dtype in dtypes):
             return torch.tensor(math.nan)
         if len(dense) == len(tensors):
             return torch.zeros(())
@@ -277,7 +295,8 @@ class Plain:
         return found
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
-        decoupled, scratch, alpha = bundle.decoupled, Scratch(), tensor_of(alpha, bundle.device)
+        decoupled, scratch = objective(bundle).decoupled, Scratch()
+        alpha = tensor_of(alpha, bundle.device)
         for x, g_raw, d in chunks(bundle):
             g_tilde = gradient(bundle, x, g_raw, scratch)  # before x moves
             step = d
@@ -321,7 +340,7 @@ class Foreach:
         return (torch.stack(torch._foreach_norm(gs, math.inf)) * 0).sum()  # nan is the largest
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
-        decoupled, alpha = bundle.decoupled, tensor_of(alpha, bundle.device)
+        decoupled, alpha = objective(bundle).decoupled, tensor_of(alpha, bundle.device)
         for xs, gs_raw, ds in self._lists(bundle):
             g_tildes = self._gradients(bundle, xs, gs_raw)
             steps = torch._foreach_add(ds, xs, alpha=decoupled) if decoupled else ds
@@ -380,8 +399,8 @@ class Foreach:
     @staticmethod
     def _gradients(bundle: Bundle, xs: list[Tensor], gs: list[Tensor]) -> list[Tensor]:
         """As `gradient`; an empty list stands for zero."""
-        l2 = bundle.l2
-        if gs and bundle.sign < 0:
+        sign, l2, _ = objective(bundle)
+        if gs and sign < 0:
             gs = list(torch._foreach_neg(gs))
         gs = [g.to(bundle.dtype) for g in gs]
         if l2 and not gs:
@@ -432,8 +451,7 @@ class Native:
 
     def move(self, bundle: Bundle, alpha: Number) -> None:
         places, items, rest = _laid_out_alike(bundle)
-        sign, l2, decoupled = bundle.objective
-        numbers = (float(alpha), sign, l2, decoupled)
+        numbers = (float(alpha), *objective(bundle))
         gs = _pointers([item.g for item in items])
         self._call("move", places, places.x, places.d, gs, *map(ctypes.c_double, numbers))
         if items:  # autograd has not seen it
@@ -446,7 +464,7 @@ class Native:
     ) -> None:
         places, items, rest = _laid_out_alike(bundle)
         sums = np.zeros(2)
-        sign, l2, _ = bundle.objective
+        sign, l2, _ = objective(bundle)
         numbers = map(ctypes.c_double, (float(keep), sign, l2))
         gs, where = _pointers([item.g for item in items]), ctypes.c_void_p(sums.ctypes.data)
         how = (int(first), int(guard), where)

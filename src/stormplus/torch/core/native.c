@@ -307,7 +307,7 @@ INLINE double unit_double(double g, double old, double keep, double w, double *u
     return s;
 }
 
-#define BLOCK 2048
+#define PORTION 2048
 #define B 0.9 /* INTERPOLATION in rules.py */
 
 /* W is the dtype of the arithmetic, S that of the buffers. */
@@ -340,12 +340,12 @@ INLINE double unit_double(double g, double old, double keep, double w, double *u
         return u_sq;                                                                               \
     }                                                                                              \
                                                                                                    \
-    /* In blocks: what is counted is a mean of squares, and float32 will do for a few at a time. */ \
+    /* What is counted is a mean of squares, and float32 will do for a few at a time. */           \
     CLONES static double untuned_##NAME(X *x, const X *g, S *lead, S *unit, W *master, int64_t n,  \
                                         Step step, int64_t start) {                                \
         double u_sq = 0;                                                                           \
-        for (int64_t i = 0; i < n; i += BLOCK) {                                                   \
-            int64_t m = n - i < BLOCK ? n - i : BLOCK;                                             \
+        for (int64_t i = 0; i < n; i += PORTION) {                                                 \
+            int64_t m = n - i < PORTION ? n - i : PORTION;                                         \
             W *wide = MASTERED ? master + i : NULL;                                                \
             u_sq += step.decay != 0 ? untuned_loop_##NAME(x + i, g + i, lead + i, unit + i, wide,  \
                                                           m, step, start + i, 1)                   \
@@ -362,7 +362,8 @@ INLINE double unit_double(double g, double old, double keep, double w, double *u
         int64_t first = (start + stride - 1) / stride, end = (start + n + stride - 1) / stride;    \
         _Pragma("omp simd reduction(+ : moved)") for (int64_t k = first; k < end; k++) {           \
             int64_t i = k * stride - start;                                                        \
-            W y = MASTERED ? master[i] : LOAD(x[i]);                                               \
+            /* A half-precision x can be infinite where its master is not. */                      \
+            W y = MASTERED ? master[i] + 0 * LOAD(x[i]) : LOAD(x[i]);                              \
             double away = (double)(y + (W)B * LOAD_S(lead[i]) - origin[k]);                        \
             moved += away * away;                                                                  \
         }                                                                                          \

@@ -80,7 +80,7 @@ class Buffer:
         return (-(-size // sample_stride(size)),)
 
     def place(self, p: Tensor, state: State, name: str) -> None:
-        """Make it, or bring it to where p is now (unfrozen, or moved by `.to()`)."""
+        """Make it, or lay it out as p is now: unfrozen, moved or rearranged by `.to()`."""
         if self.half_only and wide_dtype(p.dtype) == p.dtype:
             state.pop(name, None)
             return
@@ -93,7 +93,9 @@ class Buffer:
                     f"{tuple(buffer.shape)}: it was resized. Begin anew, with opt.reset() or a new "
                     "optimizer, or give the new parameter as such, with opt.add_param_group()"
                 )
-            if buffer.device != p.device or buffer.dtype != dtype:
+            if not self.sampled and buffer.stride() != p.stride():  # channels_last, say, or no more
+                state[name] = torch.empty_like(p, dtype=dtype, requires_grad=False).copy_(buffer)
+            elif buffer.device != p.device or buffer.dtype != dtype:
                 state[name] = buffer.to(p.device, dtype)
         elif self.sampled:
             state[name] = torch.zeros(self.shape_for(p), dtype=dtype, device=p.device)

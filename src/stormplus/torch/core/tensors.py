@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ _requires_grad, _grad, _layout, _dtype = map(
 _kind = attrgetter("device", "dtype", "shape")
 _data_ptr: Callable[[Tensor], int] = Tensor.data_ptr
 _PLAIN = (Tensor, nn.Parameter)  # neither sharded nor of another kind
+_INSIDE = ("stormplus", "torch")
 
 
 class Item(NamedTuple):
@@ -60,28 +62,6 @@ class Bundle:
             *(self.group, self.bucket, self.process_groups, self.joining, self.has_grad),
             *(self.device, self.dtype, items, self.lists),
         )
-
-    @property
-    def objective(self) -> tuple[float, float, float]:
-        """What is minimized: -1 to maximize, weight decay as a part of it, and beside it."""
-        sign = -1.0 if self.group["maximize"] else 1.0
-        decay = float(self.group["weight_decay"])
-        return (sign, 0.0, decay) if self.group["decoupled_weight_decay"] else (sign, decay, 0.0)
-
-    @property
-    def sign(self) -> float:
-        """-1 to maximize."""
-        return self.objective[0]
-
-    @property
-    def l2(self) -> float:
-        """Weight decay as a part of the objective."""
-        return self.objective[1]
-
-    @property
-    def decoupled(self) -> float:
-        """Weight decay beside it."""
-        return self.objective[2]
 
 
 class Member(NamedTuple):
@@ -436,6 +416,14 @@ def blame(groups: list[dict[str, Any]]) -> str:
     )
 
 
+def users_level() -> int:
+    """The `stacklevel` of a warning that is to show a line of the user's, and none of torch's."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals["__name__"].split(".")[0] in _INSIDE:
+        level, frame = level + 1, frame.f_back
+    return level
+
+
 class FreshGradients:
     """Checks that an evaluation has written a gradient since this was made.
 
@@ -496,6 +484,6 @@ def evaluate_and_look(evaluate: Callable[[], Any], params: Iterable[Tensor]) -> 
             "to those of the first, and every step will be wrong. Call opt.zero_grad() in it, "
             "before the backward pass",
             RuntimeWarning,
-            stacklevel=2,
+            stacklevel=users_level(),
         )
     return True
