@@ -270,6 +270,24 @@ def test_the_larger_and_the_smaller_of_two_are_one_of_them(dtype):
     assert rules.decay_factor(1e30, 1.0, 1.0, 1.0) == 1
 
 
+@pytest.mark.parametrize("framework", ["floats", "numpy", "torch", "jax", "jax, compiled"])
+def test_a_nan_stays_one_in_every_framework(framework):
+    """Else a step from parameters that are not finite would be taken."""
+    pick = rules.next_distance
+    if framework.startswith("jax"):
+        jax = pytest.importorskip("jax")
+        pick = jax.jit(pick) if "compiled" in framework else pick
+    array = {
+        "floats": float,
+        "numpy": np.array,
+        "torch": lambda x: pytest.importorskip("torch").tensor(x),
+    }.get(framework, lambda x: pytest.importorskip("jax").numpy.array(x))
+    for place in range(3):
+        numbers = [1.0, 2.0, 3.0]
+        numbers[place] = math.nan
+        assert math.isnan(float(pick(*map(array, numbers))))
+
+
 def test_untuned_formulas_are_the_same_in_every_framework():
     torch = pytest.importorskip("torch")
     a, b, c = np.array([0.02, 3.0, 0.0]), np.array([5.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])

@@ -69,6 +69,14 @@ def test_gradients_are_clipped_once(method):
     assert called == ([net] if method else [0.5])
 
 
+def test_a_barrier_that_has_no_derivative_is_none(monkeypatch):
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr(versions, "release", lambda name: (0, 4))
+    assert versions.barrier()(tree := {"x": 1}) is tree
+    monkeypatch.setattr(versions, "release", lambda name: (0, 6))
+    assert versions.barrier() is jax.lax.optimization_barrier
+
+
 def test_before_explicit_axes_nothing_is_sharded_by_them(monkeypatch):
     jax = pytest.importorskip("jax")
     monkeypatch.delattr(jax, "typeof", raising=False)

@@ -144,7 +144,7 @@ class StormRule:
         eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
         a = self.c * self.smoothness**2 * eta**2  # Eq. (stormChoices), right
         # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona has by its w.
-        a = _smaller(a, 1.0)
+        a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
         sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
         return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
 
@@ -327,11 +327,11 @@ def decay_factor(weight_decay: Scalar, eta: Scalar, natural: Scalar, ceiling: Sc
     return _smaller(weight_decay * eta * natural / ceiling, 1.0)
 
 
-# Of two numbers or arrays of any framework. Neither is subtracted from the other, or the smaller
-# of 1e20 and 1 would be 0.
+# Of two numbers or arrays of any framework. What is picked is not made of a difference, or the
+# smaller of 1e20 and 1 would be 0. And a nan is one: XLA takes nan times False for 0.
 def _larger(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a >= b) + b * (a < b)
+    return a * (a >= b) + b * (a < b) + 0 * (a - b)
 
 
 def _smaller(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a <= b) + b * (a > b)
+    return a * (a <= b) + b * (a > b) + 0 * (a - b)

@@ -58,6 +58,16 @@ def explicit_mesh(array: jax.Array) -> Any:
     return sharding.mesh if any(sharding.spec) else None
 
 
+def barrier() -> Callable[[Any], Any]:
+    """What keeps the compiler from sharing work across it, if it can be differentiated.
+
+    jax 0.6 has derivatives for it. Without one it is nothing, at the price of some memory.
+    """
+    import jax
+
+    return jax.lax.optimization_barrier if release("jax") >= (0, 6) else lambda tree: tree
+
+
 def clip_gradients(trainer: Any, model: Any) -> None:
     """As `transformers.Trainer` does; it unscales too. transformers 5.3 has a method for it."""
     if hasattr(trainer, "_clip_grad_norm"):

@@ -38,7 +38,7 @@ from stormplus.jax.core.trees import (
     widened,
 )
 from stormplus.rules import INTERPOLATION, Sum
-from stormplus.versions import explicit_mesh
+from stormplus.versions import barrier, explicit_mesh
 
 Parameters = ParamSpec("Parameters")
 Result = TypeVar("Result")
@@ -247,7 +247,7 @@ def untuned(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_barrier: Callable[[Any], Any] = jax.lax.optimization_barrier
+_barrier = barrier()
 
 
 def _begin(layout: Layout, state_dtype: Any) -> UntunedState:
