@@ -266,7 +266,7 @@ def test_the_larger_and_the_smaller_of_two_are_one_of_them(dtype):
     np.testing.assert_array_equal(rules.next_distance(r, measured, ceiling), expected)
     np.testing.assert_array_equal(rules.distance_ceiling(r, ceiling), np.maximum(r, ceiling))
     np.testing.assert_array_equal(rules.counted_step(numbers), np.minimum(numbers, 1))
-    assert rules.next_distance(dtype(1), dtype(3e7), dtype(0.3)).dtype == dtype
+    assert rules.next_distance(r, measured, ceiling).dtype == dtype
     assert rules.decay_factor(1e30, 1.0, 1.0, 1.0) == 1
 
 
