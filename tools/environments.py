@@ -197,11 +197,16 @@ def names_of(extras: tuple[str, ...]) -> list[str]:
 
 
 def commit() -> str:
-    done = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=ROOT, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    return done.stdout.strip() or "unknown"
+    """What is tested, "changed" if that is not all of it; rows and page change on the way."""
+
+    def git(*command: str) -> str:
+        done = subprocess.run(
+            ["git", *command], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "src", "benchmark", "tests", "pyproject.toml")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + (" changed" if changed else "")
 
 
 def table(rows: dict[str, dict[str, dict[str, object]]]) -> str:
