@@ -96,9 +96,8 @@ class Standings:
                 self.unsure[method] = last[list(METRICS)].std().fillna(0.0).to_dict()
             rate = self.values[method]["valid_accuracy"]
             drawn = math.sqrt(rate * (1 - rate) / TEST_IMAGES)  # of other images, another rate
-            self.unsure[method]["valid_accuracy"] = max(
-                self.unsure[method]["valid_accuracy"], drawn
-            )
+            unsure = self.unsure[method]
+            unsure["valid_accuracy"] = max(unsure["valid_accuracy"], drawn)
 
     def gap(self, method: str, other: str, metric: str) -> float:
         """By how much `method` is better."""

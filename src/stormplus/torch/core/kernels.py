@@ -188,52 +188,37 @@ def gradient(
     return out.add_(x, alpha=l2) if l2 else out
 
 
-class SquareNorms:
-    """Adds |chunk|^2 to `out`, in its precision, for the tensors of one bundle.
+def square_norm(t: Tensor, scratch: Scratch | None = None) -> Tensor:
+    """|t|^2 in float64 where the device has it.
 
     A float32 sum of squares loses its last digits on large tensors and overflows from 1e19 on;
-    in float64 every float32 is safe. Fresh memory for the wide copy of each chunk would cost more
-    than the norm: one scratch is used again and again. Nor are small results kept: between large
-    temporaries they would leave holes in the memory of the CPU.
+    in float64 every float32 is safe. Fresh memory for a wide copy of each chunk would cost more
+    than the norm: whoever needs many norms hands over a scratch for it. Nor are small results kept:
+    between large temporaries they would leave holes in the memory of the CPU.
     """
+    dtype, scratch = accumulator_dtype(t.device), scratch or Scratch()
+    total: Tensor | None = None
+    for piece in torch.split((flat_views(t) or (t.reshape(-1),))[0], CHUNK):
+        wide = piece
+        if piece.dtype != dtype:
+            wide = scratch.like(piece, dtype, "wide").copy_(piece)
+        square = torch.dot(wide, wide)
+        total = square if total is None else total.add_(square)
+    assert total is not None  # of nothing there is one piece too
+    return total
 
-    def __init__(self, bundle: Bundle, out: Tensor) -> None:
-        self._rows = out.unbind()
-        self._wide = out.dtype
-        largest = max((item.x.numel() for item in bundle.items), default=0)
-        size = 0 if bundle.dtype == self._wide else min(CHUNK, largest)
-        self._scratch = torch.empty(size, dtype=self._wide, device=bundle.device)
+
+class SquareNorms:
+    """Adds |chunk|^2 to `out`, in its precision, for the tensors of one bundle."""
+
+    def __init__(self, out: Tensor) -> None:
+        self._rows, self._scratch = out.unbind(), Scratch()
 
     def add(self, row: int, chunk: Tensor) -> Tensor:
         """Add the squared norm of a chunk to a row of `out`; returns it too."""
-        flat = (flat_views(chunk) or (chunk.reshape(-1),))[0]
-        if flat.dtype == self._wide:
-            square = torch.dot(flat, flat)
-        elif flat.numel() <= CHUNK:
-            square = self._square(flat)
-        else:  # rows of a tensor that has no flat view can be longer
-            square = torch.stack([self._square(piece) for piece in torch.split(flat, CHUNK)]).sum()
+        square = square_norm(chunk, self._scratch)
         self._rows[row].add_(square)
         return square
-
-    def _square(self, piece: Tensor) -> Tensor:
-        wide = self._scratch[: piece.numel()].copy_(piece)
-        return torch.dot(wide, wide)
-
-
-def square_norm(t: Tensor, scratch: Scratch | None = None) -> Tensor:
-    """|t|^2 in float64 where the device has it; `scratch` is for who needs many."""
-    total = torch.zeros((), dtype=accumulator_dtype(t.device), device=t.device)
-    scratch = scratch or Scratch()
-    for piece in torch.split(t.reshape(-1), CHUNK):
-        if t.device.type != "cpu":
-            total += torch.linalg.vector_norm(piece, dtype=total.dtype).square()
-            continue
-        wide = piece
-        if piece.dtype != total.dtype:
-            wide = scratch.like(piece, total.dtype, "wide").copy_(piece)
-        total += torch.dot(wide, wide)
-    return total
 
 
 def finite_or_nan(tensors: list[Tensor], device: torch.device) -> Tensor:
@@ -315,7 +300,7 @@ class Plain:
     def estimate(
         self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
-        squares, scratch, keep = SquareNorms(bundle, out), Scratch(), tensor_of(keep, bundle.device)
+        squares, scratch, keep = SquareNorms(out), Scratch(), tensor_of(keep, bundle.device)
         for x, g_raw, d in chunks(bundle):
             g = gradient(bundle, x, g_raw, scratch)
             if g is None:
@@ -352,7 +337,7 @@ class Foreach:
         self, bundle: Bundle, keep: Number, out: Tensor, *, first: bool, guard: bool
     ) -> None:
         keep = tensor_of(keep, bundle.device)
-        squares = SquareNorms(bundle, out) if bundle.device.type == "cpu" else None
+        squares = SquareNorms(out) if bundle.device.type == "cpu" else None
         norms: tuple[list[Tensor], list[Tensor]] = ([], [])  # added up at the end: few launches
         for xs, gs_raw, ds in self._lists(bundle):
             gs = self._gradients(bundle, xs, gs_raw)
