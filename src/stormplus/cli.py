@@ -10,12 +10,9 @@ from __future__ import annotations
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 
-from stormplus.install import BENCH, how_to
+import click
 
-try:
-    import click
-except ImportError as error:  # pragma: no cover
-    raise SystemExit(f"the command line needs click: {how_to('theory')}") from error
+from stormplus.install import BENCH, how_to
 
 GROUP = "stormplus.commands"
 OWN = {

@@ -38,7 +38,7 @@ from trainer_cases import (
     untuned_run,
 )
 
-from stormplus import SimplifiedStormPlus, StormPlus, same_sample
+from stormplus import SimplifiedStormPlus, StormPlus, recalibrate, same_sample
 
 BATCH_LIST = list(zip(*(part.split(ROWS) for part in data(dtype=torch.float32))))
 
@@ -345,3 +345,22 @@ def test_whoever_looks_sees_the_average_and_disturbs_nothing(tmp_path, way):
     run = untuned(tmp_path, epochs=1, model=model, callbacks=[Looks()])
     assert_same_states(run.states, plain.states)
     assert_at_average(seen[-1], plain.averages[-1], plain.states[-1])
+
+
+def test_statistics_of_the_average_by_batches_in_training_mode():
+    """`recalibrate` is for torch's layers, and says what to do instead."""
+    model = fitted(keras_network(seeded=False), method="Untuned").trainer
+    norm = next(m for m in model.layers if isinstance(m, keras.layers.BatchNormalization))
+    before = model.get_weights()
+    with pytest.raises(TypeError, match=r"call model\(x, training=True\) on some batches"):
+        recalibrate(model, [x for x, _ in BATCH_LIST])
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(new, old)
+    x = data(dtype=torch.float32)[0]
+    inputs = keras.Model(model.inputs, norm.input)(x)
+    with torch.no_grad():
+        for _ in range(3000):  # the layer's momentum is 0.99
+            model(x, training=True)
+    np.testing.assert_allclose(
+        norm.moving_variance.numpy(), inputs.var(0, correction=0).detach().numpy(), rtol=1e-4
+    )

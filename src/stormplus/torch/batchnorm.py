@@ -43,6 +43,7 @@ def recalibrate(
         evaluate: Called with each batch in place of the model, if that is not how it is used.
 
     Raises:
+        TypeError: If the model has BatchNormalization of Keras.
         ValueError: If there are no batches.
     """
     evaluate = evaluate or partial(_evaluate, model)
@@ -68,6 +69,12 @@ def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
         The modules that have running statistics.
     """
     modes = [(module, module.training) for module in model.modules()]
+    kept = (getattr(module, "non_trainable_variables", ()) for module, _ in modes)  # of Keras
+    if any(variable.name == "moving_variance" for variables in kept for variable in variables):
+        raise TypeError(
+            "recalibrate knows torch's BatchNorm, and this model has Keras's BatchNormalization: "
+            "call model(x, training=True) on some batches instead, which moves its statistics"
+        )
     norms = [
         module
         for module, _ in modes
