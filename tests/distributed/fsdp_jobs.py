@@ -203,7 +203,11 @@ def uniform_iterate(steps):
     loop, kept, trail = Loop(model, opt), UniformIterate(model, seed=3), []
     for batch in batches(steps):
         loop.step(share(batch, *place()))
-        kept.update()
         trail.append(result(model, opt)["x"])
+        with torch.no_grad():  # a validation leaves the root's parameters gathered
+            model(batch[0])
+        kept.update()
+    with torch.no_grad():
+        model(batch[0])
     kept.copy_to()
     return {"x": result(model, opt)["x"], "expected": trail[kept.chosen - 1], "at": kept.chosen}

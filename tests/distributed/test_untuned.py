@@ -28,6 +28,13 @@ def test_equals_one_process(cluster, kind, options):
 
 
 @KINDS
+def test_a_validation_in_between_sees_the_average_and_leaves_the_iterate(cluster, kind):
+    runs = cluster.run(2, untuned_jobs.validating, 20, kind)
+    assert_same_bits(runs)
+    assert_equal_runs(runs[0], untuned_jobs.validating(20), rtol=1e-12)
+
+
+@KINDS
 def test_a_sample_that_is_not_finite_on_one_process_raises_on_both(cluster, kind):
     runs = cluster.run(2, untuned_jobs.one_bad_sample, 12, kind, bad_step=5)
     assert_same_bits(runs)
@@ -52,3 +59,9 @@ def test_a_checkpoint_goes_on_over_another_number_of_processes(cluster, tmp_path
     assert_same_bits(runs)
     expected = untuned_jobs.one_process(STEPS)
     assert_equal_runs(runs[0], expected, rtol=1e-12)
+
+
+def test_statistics_that_join_processes_are_not_taken_anew_behind_a_save(cluster):
+    for errors in cluster.run(2, untuned_jobs.follow_joined_statistics):
+        (error,) = errors
+        assert "recalibrate_batches with SyncBatchNorm" in error

@@ -9,6 +9,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from stormplus import Untuned
+from stormplus.integrations.untuned import Average
 
 
 def grouped(model):
@@ -42,6 +43,27 @@ def one_process(steps, **options):
     loop = Loop(model, Untuned(grouped(model), **options))
     train(loop, batches(steps))
     return everything(model, loop.opt, loop.calls)
+
+
+def validating(steps, kind=None):
+    """As `parity`, with a look at the average every few steps, and at the iterate before it.
+
+    A forward pass without a backward one: FSDP2 then holds the root's parameters gathered.
+    """
+    model = Tanh() if kind is None else {"fsdp": sharded, "ddp": lambda: DDP(Tanh())}[kind]()
+    loop, seen = Loop(model, Untuned(grouped(model))), []
+    samples = batches(steps)
+    inputs = samples[0][0]
+    for i, batch in enumerate(samples):
+        train(loop, [batch], None if kind is None else place())
+        if i % 5 == 4:
+            with torch.no_grad():
+                seen.append(model(inputs))
+                loop.opt.eval()
+                seen.append(model(inputs))
+                loop.opt.train()
+    out = everything(model, loop.opt, loop.calls)
+    return out | {"x": [*out["x"], *seen]}
 
 
 def parity(steps, kind, **options):
@@ -108,3 +130,16 @@ def resumed(steps, cut, folder, averaged):
     new_loop.opt.train()
     train(new_loop, samples[cut:], place())
     return everything(new_model, new_loop.opt)
+
+
+def follow_joined_statistics():
+    """A save on rank 0 alone would take the statistics of all ranks anew, and wait for ever."""
+    net = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.BatchNorm1d(2))
+    net = torch.nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    opt, errors = Untuned(net.parameters()), []
+    for count in (0, 4):
+        try:
+            Average([opt], net, count).follow(net).close()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors

@@ -170,3 +170,45 @@ def test_the_example_runs_under_torchrun_in_two_processes():
     # each rank has 11 of the 22 batches; rank 0 alone prints
     assert out.count(f"22 samples, {2 * (2 * 22 - 1)} evaluations") == 1
     assert "running statistics moved 44 times" in out
+
+
+def test_a_closure_after_a_validation_trains_the_iterate():
+    """The model says what is wanted when it is called, and a closure calls it in the step."""
+    accelerator, run = Accelerator(cpu=True), Run()
+    net = run.net = network()
+    run.opt = Untuned(net.parameters())
+    model, opt = prepare(accelerator, net, run.opt)
+    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
+        torch.manual_seed(i)
+        opt.step(closure_for(accelerator, model, opt, x, y))
+        run.states.append(snapshot(net))
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        assert run.opt.at_average
+        model.train()
+    assert_same_runs(run, untuned_run(epochs=1))
+    assert net.evaluations == BATCHES  # in train mode
+    model.eval()
+    with pytest.raises(RuntimeError, match="hold the average"):  # it trains in eval mode
+        opt.step(closure_for(accelerator, model, opt, x, y))
+
+
+@pytest.mark.parametrize("take", ["of the inner one", "without the wrapper", "as it is"])
+def test_a_compiled_model_is_saved_at_the_average(take):
+    accelerator, net = Accelerator(cpu=True), torch.nn.Linear(6, 1)
+    model, opt = prepare(
+        accelerator, torch.compile(net, backend="eager"), Untuned(net.parameters())
+    )
+    for x in torch.randn(3, ROWS, 6):
+        opt.zero_grad()
+        accelerator.backward(model(x).square().mean())
+        opt.step()
+    assert not opt.optimizer.at_average
+    if take == "of the inner one":
+        model._orig_mod.state_dict()
+    elif take == "as it is":
+        model.state_dict()
+    else:
+        accelerator.unwrap_model(model, keep_torch_compile=False).state_dict()
+    assert opt.optimizer.at_average

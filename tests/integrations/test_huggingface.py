@@ -1,5 +1,7 @@
 """Hugging Face: what only the trainer does. What trainers share is in `test_trainers.py`."""
 
+import copy
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ pytest.importorskip("transformers")
 
 from huggingface_cases import (
     Model,
+    OrderedPlainTrainer,
     OrderedTrainer,
     Recorder,
     Rows,
@@ -31,7 +34,7 @@ from trainer_cases import (
 )
 from transformers import BertConfig, BertForSequenceClassification, TrainerCallback
 
-from stormplus import StormPlus, recalibrate, same_sample
+from stormplus import StormPlus, Untuned, recalibrate, same_sample
 from stormplus.integrations.huggingface import StormPlusTrainer, UntunedCallback
 
 ONE_EPOCH = 2 * BATCHES - 1
@@ -270,3 +273,40 @@ def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
 def test_the_callback_of_untuned_refuses_others(tmp_path):
     with pytest.raises(TypeError, match=r"is for Untuned, got StormPlus: pass optimizers="):
         fit(tmp_path, callbacks=[UntunedCallback()])
+
+
+def test_weights_that_are_loaded_after_a_first_evaluation_stay(tmp_path):
+    """`Trainer.evaluate` puts the average in by itself, before any callback has been asked."""
+    model, begun = Model(), []
+    opt = Untuned(model.parameters())
+    trainer = OrderedPlainTrainer(
+        model, arguments(tmp_path, label_names=["labels"], per_device_eval_batch_size=ROWS),
+        train_dataset=Rows(2), eval_dataset=Rows(1), optimizers=(opt, None),
+        callbacks=[UntunedCallback()],
+    )  # fmt: skip
+    trainer.evaluate()
+    assert opt.at_average
+    other = network(seed=1).state_dict()
+    model.net.load_state_dict(other)
+    opt.register_step_pre_hook(lambda *_: begun.append(snapshot(model.net)))
+    trainer.train()
+    assert torch.equal(begun[0]["body.0.weight"], other["body.0.weight"])
+
+
+class Follows(TrainerCallback):
+    """The target of BYOL or MoCo: a frozen copy that follows at every step."""
+
+    @torch.no_grad()
+    def on_step_end(self, args, state, control, model, **kwargs):
+        for t, p in zip(model.net.target.parameters(), model.net.body[0].parameters()):
+            t.lerp_(p, 0.1)
+
+
+def test_a_frozen_layer_that_somebody_writes_to_restarts_nothing(tmp_path):
+    def add_target(net):
+        net.target = copy.deepcopy(net.body[0]).requires_grad_(False)
+        net.target.bias.fill_(1)
+
+    run = fit(tmp_path, setup=add_target, callbacks=[Follows()])
+    assert run.opt.grad_evaluations == 2 * SAMPLES - 1
+    assert not (run.net.target.bias == 1).any()

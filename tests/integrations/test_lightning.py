@@ -10,6 +10,7 @@ import torch
 pytest.importorskip("lightning")
 
 from lightning.pytorch.callbacks import (
+    BackboneFinetuning,
     GradientAccumulationScheduler,
     ModelCheckpoint,
     StochasticWeightAveraging,
@@ -562,3 +563,24 @@ def test_what_the_callback_of_untuned_refuses():
         trainer(UntunedCallback(recalibrate_batches=2)).fit(by_hand, loader())
     trainer(UntunedCallback()).fit(by_hand, loader())
     assert by_hand.net.evaluations == BATCHES
+
+
+def test_a_backbone_that_is_unfrozen_at_a_part_of_the_lr():
+    """Lightning adds its group with the lr of the first times a factor."""
+
+    class Finetuned(Module):
+        def __init__(self):
+            super().__init__(kind=Untuned)
+            self.backbone = self.net.body[0]
+
+        def configure_optimizers(self):
+            return Untuned(p for p in self.parameters() if p.requires_grad)
+
+    module = Finetuned()
+    start = snapshot(module.net)["body.0.weight"]
+    unfreezes = BackboneFinetuning(1, lambda epoch: 1.0, backbone_initial_ratio_lr=0.1)
+    fit = trainer(UntunedCallback(), unfreezes, epochs=2)
+    with pytest.warns(UserWarning, match=r"added with lr=0.1, which is no rate there"):
+        fit.fit(module, loader())
+    assert [group["lr"] for group in fit.optimizers[0].param_groups] == [1.0, 0.1]
+    assert not torch.equal(snapshot(module.net)["body.0.weight"], start)

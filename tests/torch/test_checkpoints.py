@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from checkpoint_ways import dcp_load, dcp_save
+from checkpoint_ways import dcp_load, dcp_save, through_dcp
 from optimizers import CASES, every, made
 from problems_for_tests import Network
 from torch import nn
@@ -90,3 +90,25 @@ def test_the_table_has_every_public_optimizer():
         if isinstance(cls, type) and issubclass(cls, package.BaseOptimizer) and cls not in abstract
     }
     assert optimizers <= {case.cls for case in CASES}
+
+
+@every
+def test_dcp_loads_with_more_layers_frozen(case, tmp_path):
+    """Layers are frozen from the first on, and torch's checkpoint leaves out what is frozen."""
+
+    def make(frozen):
+        problem, params, opt = made(case, samples=8)
+        for p in params[:frozen]:
+            p.requires_grad_(False)
+        return problem, nn.ParameterList(params), opt
+
+    problem, model, opt = make(0)
+    case.train(problem, opt, list(model), problem.samples[:5])
+    _, new_model, new_opt = make(1)
+    through_dcp(model, opt, new_model, new_opt, tmp_path)
+    assert new_opt.diagnostics() == opt.diagnostics()
+    model[0].requires_grad_(False)
+    for each, theirs in ((opt, model), (new_opt, new_model)):
+        case.train(problem, each, list(theirs), problem.samples[5:])
+    for p, q in zip(model, new_model, strict=True):
+        assert torch.equal(p, q)

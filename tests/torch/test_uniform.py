@@ -99,3 +99,10 @@ def test_bad_use():
         iterate.copy_to([torch.zeros(3)])
     with pytest.raises(ValueError, match="other shapes"):
         UniformIterate([torch.zeros(5)]).load_state_dict(iterate.state_dict())
+
+
+def test_the_choice_is_drawn_where_its_generator_is():
+    kept = [UniformIterate([torch.zeros(2)], seed=3) for _ in range(2)]
+    with torch.device("meta"):  # stands for a device that torch.set_default_device has chosen
+        first = [kept[0].update() for _ in range(20)]
+    assert first == [kept[1].update() for _ in range(20)]

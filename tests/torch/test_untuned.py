@@ -452,10 +452,24 @@ def test_there_is_no_lr():
         Untuned([p], 1e-3)
     with pytest.raises(ValueError, match=r"a group of Untuned got lr=0.001: there is no rate"):
         Untuned([{"params": [p], "lr": 1e-3}])
-    opt = Untuned([p])
-    with pytest.raises(ValueError, match=r"a group of Untuned got lr=0.1"):
-        opt.add_param_group({"params": [nn.Parameter(torch.ones(1))], "lr": 0.1})
-    assert [group["lr"] for group in opt.param_groups] == [1.0]
+
+
+def test_a_group_that_comes_later_may_have_a_part_of_the_lr(recwarn):
+    """As trainers unfreeze a backbone: at the lr of the rest, or a tenth of it."""
+    first, second, third = (nn.Parameter(torch.ones(n)) for n in (1, 2, 3))
+    opt = Untuned([first])
+    opt.param_groups[0]["lr"] = 0.5  # by a schedule
+    opt.add_param_group({"params": [second], "lr": opt.param_groups[0]["lr"]})
+    assert not recwarn
+    with pytest.warns(UserWarning, match=r"added with lr=0.05, which is no rate there but a fac"):
+        opt.add_param_group({"params": [third], "lr": 0.1 * opt.param_groups[0]["lr"]})
+    for p in (first, second, third):
+        p.grad = torch.ones_like(p)
+    opt.step()
+    moved = [float((1 - p).abs().max()) for p in (first, second, third)]
+    # Each by lr R / 60, with R = 1, in z; the parameters hold a tenth of that and all of x.
+    assert moved[1] == pytest.approx(moved[0])
+    assert moved[2] == pytest.approx(0.1 * moved[0])
 
 
 def test_a_scheduler_multiplies_and_a_reset_in_its_middle_is_no_error():
@@ -648,10 +662,76 @@ def test_steps_at_the_average_are_refused():
     problem.run(opt, params, problem.samples[:3])
     opt.eval()
     x, calls = values(params), []
-    with pytest.raises(RuntimeError, match=r"hold the average: call opt.train\(\)"):
+    with pytest.raises(RuntimeError, match=r"hold the average.* call opt.train\(\) before the fo"):
         opt.step(lambda: calls.append(None))
     assert not calls
     assert_same(values(params), x)
+
+
+def test_a_step_whose_closure_leaves_the_average_is_refused():
+    problem, params, opt = made(UNTUNED)
+    problem.run(opt, params, problem.samples[:3])
+    before = everything(opt)
+    with pytest.raises(RuntimeError, match="hold the average"):
+        opt.step(opt.eval)
+    opt.train()
+    assert_same(everything(opt), before)
+
+
+def test_weights_that_are_loaded_before_the_first_step_stay():
+    problem, params, opt = made(UNTUNED)
+    opt.eval()  # as a validation before training
+    with torch.no_grad():
+        for p in params:
+            p.fill_(2.0)
+    opt.train()
+    assert all((p == 2).all() for p in params)
+    problem.run(opt, params)
+    assert opt.state[params[0]]["origin"].eq(2).all()
+
+
+def test_weights_that_are_loaded_at_the_average_are_told(recwarn):
+    problem, params, opt = made(UNTUNED)
+    problem.run(opt, params, problem.samples[:3])
+    x = values(params)
+    opt.eval()
+    opt.load_state_dict(opt.state_dict())  # a state belongs to whatever is there
+    with torch.no_grad():
+        params[-1].add_(1)
+    opt.train()
+    assert not recwarn
+    opt.eval()
+    with torch.no_grad():
+        params[-1].add_(1)
+    with pytest.warns(UserWarning, match=r"written to after opt.eval\(\), and opt.train\(\) puts"):
+        opt.train()
+    assert_same(values(params), x)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("change", ["nothing", "unfreeze", "double"])
+def test_a_validation_in_inference_mode(steps, change):
+    """What is made there must be writable in the steps after it."""
+
+    def run(mode):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        net[0].requires_grad_(change != "unfreeze")
+        opt, xs = Untuned(net.parameters()), draw(8, 5, 4)
+        for i, x in enumerate(xs):
+            if i == steps:
+                net.requires_grad_(True)
+                net.to(torch.float64 if change == "double" else torch.float32)
+                with mode():
+                    opt.eval()
+                    net(x.to(net[0].weight))
+                    opt.train()
+            opt.zero_grad()
+            net(x.to(net[0].weight)).square().mean().backward()
+            opt.step()
+        return values(net.parameters())
+
+    assert_same(run(torch.inference_mode), run(torch.no_grad))
 
 
 def test_freezing_the_first_parameter_at_the_average():

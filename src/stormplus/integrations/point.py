@@ -25,7 +25,7 @@ class Point:
         """Remember the present point; call it when a step is complete."""
         self._opt, self._generation = opt, opt.generation
         self._evaluations = opt.grad_evaluations
-        self._versions = [(p, p._version) for p in opt.parameters()]
+        self._versions = [(p, p._version) for p in opt.parameters() if p.requires_grad]
 
     def forget(self) -> None:
         """Remember nothing."""

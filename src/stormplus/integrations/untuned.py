@@ -115,15 +115,24 @@ class Average:
     def follow(self, module: nn.Module) -> ExitStack:
         """Let a module say what is wanted: a call in train mode the iterate, else the average.
 
-        Taking its state, or that of the optimizer, puts the average in, too.
+        Taking its state, or that of the optimizer, puts the average in, too; a step with a closure
+        takes it out.
 
         Returns:
             Closing it ends this.
         """
+        if self._seen.maxlen and _several_processes() and _joins_processes(module):
+            raise ValueError(
+                "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
+                "others. Leave recalibrate_batches at 0, and before the last save call opt.eval() "
+                "and stormplus.recalibrate(model, batches) on every process"
+            )
+        inner = getattr(module, "_orig_mod", module)  # of a compiled one: some save that
         hooks = (
             module.register_forward_pre_hook(self._before_call, prepend=True, with_kwargs=True),
-            module.register_state_dict_pre_hook(self._before_save),
+            inner.register_state_dict_pre_hook(self._before_save),
             *(opt.register_state_dict_pre_hook(self._before_save) for opt in self.optimizers),
+            *(opt.register_step_pre_hook(self._before_step) for opt in self.optimizers),
         )
         stack = ExitStack()
         for hook in hooks:
@@ -144,8 +153,21 @@ class Average:
     def _before_save(self, *_: Any) -> None:
         self.put_in()
 
+    def _before_step(self, opt: Any, args: Any, kwargs: Any) -> None:
+        if args or kwargs.get("closure") is not None:  # it will call the model
+            self.take_out()
+
     def __reduce__(self) -> tuple[type[Average], tuple[()]]:
         return Average, ()
+
+
+def _several_processes() -> bool:
+    group = torch.distributed
+    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
+
+
+def _joins_processes(module: nn.Module) -> bool:
+    return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
 
 
 def ignore_lr(lr: Any, stacklevel: int = 3) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from stormplus.torch.core.sharding import reshard
+
 
 class UniformIterate:
     """Keeps one point, uniform over all points seen, by reservoir sampling.
@@ -42,7 +44,9 @@ class UniformIterate:
         """Take note of the present point; True if it is now the one kept."""
         self.count += 1
         # Alg. 1, line 8: iterate t replaces the one kept with probability 1/t.
-        kept = int(torch.randint(self.count, (1,), generator=self._generator)) == 0
+        # On the CPU as the generator is, whatever torch.set_default_device says.
+        drawn = torch.randint(self.count, (1,), generator=self._generator, device="cpu")
+        kept = int(drawn) == 0
         if kept:
             self.chosen = self.count
             self._kept = [t.detach().clone() for t in _tensors(self._source)]
@@ -81,6 +85,7 @@ class UniformIterate:
 
 def _tensors(source: nn.Module | Iterable[Tensor]) -> Iterable[Tensor]:
     if isinstance(source, nn.Module):
+        reshard()  # a module of FSDP2 may have whole parameters in place of its own
         yield from source.parameters()
         yield from source.buffers()
     else:

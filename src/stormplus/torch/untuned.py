@@ -33,8 +33,8 @@ from stormplus.torch.core.kernels import (
     square_norm,
     suits_untuned,
 )
-from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local
-from stormplus.torch.core.state import FROZEN, JOINED, Buffer, Numbers, State, run_of
+from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local, reshard
+from stormplus.torch.core.state import FROZEN, JOINED, WAITING, Buffer, Numbers, State, run_of
 from stormplus.torch.core.tensors import (
     Item,
     Kept,
@@ -116,6 +116,7 @@ class Untuned(BaseOptimizer):
     """
 
     _layout: _Layout | None = None
+    _left: tuple[int, dict[int, int]] = (-1, {})  # where eval() has left the parameters
     _numbers: ClassVar[dict[str, float]] = {
         "step": 0.0,
         "step_size": 0.0,
@@ -170,9 +171,11 @@ class Untuned(BaseOptimizer):
         Returns:
             The closure's loss, or None.
         """
-        if self.at_average:
-            raise RuntimeError("the parameters hold the average: call opt.train() before step()")
-        loss = None if closure is None else torch.enable_grad()(closure)()
+        self._check_that_training()
+        loss = None
+        if closure is not None:
+            loss = torch.enable_grad()(closure)()
+            self._check_that_training()  # it may have validated
         self._descend()
         return loss
 
@@ -334,12 +337,20 @@ class Untuned(BaseOptimizer):
 
     # -- the average -----------------------------------------------------------------------------
 
+    def _check_that_training(self) -> None:
+        if self.at_average:
+            raise RuntimeError(
+                "the parameters hold the average, and a gradient that was taken there is of no "
+                "use: call opt.train() before the forward pass"
+            )
+
     @property
     def at_average(self) -> bool:
         """Whether the parameters hold the average: `eval()` was called, and not `train()`."""
         self._notice_emptied()
         return bool(self._run["averaged"])
 
+    @torch.inference_mode(False)  # what is kept from here on must be writable outside of it
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters: call it before you validate or save a model.
@@ -351,6 +362,7 @@ class Untuned(BaseOptimizer):
         self._roster()  # buffers are where the parameters are
         if self.at_average:
             return
+        reshard()
         for p in self.parameters():
             state = self.state[p]
             if "lead" not in state:
@@ -361,15 +373,38 @@ class Untuned(BaseOptimizer):
                 y = _in_full(x, None if master is None else local(master))
                 x.copy_(torch.sub(y, lead.to(y), alpha=1 - INTERPOLATION))
         self._run["averaged"] = 1
+        moved = (p for p in self.parameters() if self.state[p]["joined"] == JOINED)
+        self._left = self.generation, {id(p): p._version for p in moved}
 
     @torch.no_grad()
     def train(self) -> None:
-        """Put the last iterate back, exactly, and go on."""
+        """Put the last iterate back, exactly, and go on.
+
+        A tensor that has had no gradient so far stays as it is.
+        """
+        if self._written_to:
+            warnings.warn(
+                "the parameters were written to after opt.eval(), and opt.train() puts the last "
+                "iterate over that: load weights before opt.eval() or after opt.train(), or call "
+                "opt.reset() to begin anew from them",
+                stacklevel=users_level(),
+            )
+        reshard()
         for p in self.parameters():
             iterate: Tensor | None = self.state[p].pop("iterate", None)
-            if iterate is not None:
+            if iterate is not None and self.state[p]["joined"] != WAITING:
                 p.copy_(iterate)
         self._run["averaged"] = 0
+
+    @property
+    def _written_to(self) -> bool:
+        """Whether somebody has changed the average that `eval()` has left, and not the state."""
+        generation, versions = self._left
+        return (
+            self.at_average
+            and generation == self.generation
+            and any(versions.get(id(p), p._version) != p._version for p in self.parameters())
+        )
 
     # -- what the base asks for ------------------------------------------------------------------
 
@@ -380,8 +415,15 @@ class Untuned(BaseOptimizer):
         return {"grad_evaluations": 0, "averaged": 0}
 
     def _check_options(self, group: dict[str, Any]) -> None:
-        if group["lr"] != 1.0 and not self._renewing:
-            raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {_NO_LR}")
+        known = [1.0, *(other["lr"] for other in self.param_groups if other is not group)]
+        if group["lr"] not in known and not self._renewing:
+            if self._gathering:
+                raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {_NO_LR}")
+            warnings.warn(  # a trainer's callback that unfreezes a backbone, at a tenth of the rest
+                f"a group of Untuned was added with lr={float(group['lr']):g}, which is no rate "
+                "there but a factor on all steps of the group: 1.0 is plain",
+                stacklevel=users_level(),
+            )
         factor = group["factor"]
         if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")

@@ -155,9 +155,12 @@ class BaseOptimizer(Optimizer, ABC):
         if known is None or not (
             known.describes(self.param_groups, self.state) if look else known.holds()
         ):
-            if self._run:
-                self._make_room()
-            self._known = known = Roster(self.param_groups, self.state, self._scope, self._buffers)
+            # A step writes to what is made here, and that may be in a validation.
+            with torch.inference_mode(False), torch.no_grad():
+                if self._run:
+                    self._make_room()
+                known = Roster(self.param_groups, self.state, self._scope, self._buffers)
+            self._known = known
             self._views = _Views(self._numbers)
         return known
 
@@ -171,14 +174,15 @@ class BaseOptimizer(Optimizer, ABC):
             self.reset()
 
     def _place_run(self, run: State) -> None:
-        """Keep the run's numbers with the first trainable parameter: in its state, on its device.
+        """Keep the run's numbers with the last trainable parameter: in its state, on its device.
 
-        With a trainable one because torch's distributed checkpoint leaves out the others.
+        With a trainable one because torch's distributed checkpoint leaves out the others, and
+        with the last because layers are frozen from the first on: a checkpoint can then be
+        loaded with more of them frozen.
         """
         for state in self.state.values():
             state.pop("run", None)
-        params = self.parameters()
-        self._keeper = next((p for p in params if p.requires_grad), params[0])
+        self._keeper = self._last_trainable()
         if "step" in run and run["step"].device != self._keeper.device:
             run = states.copied(run, self._keeper.device)
         self._run = self.state[self._keeper]["run"] = run
@@ -229,9 +233,12 @@ class BaseOptimizer(Optimizer, ABC):
                 if i == fresh and state.get("joined") == JOINED:  # with numbers that are not here
                     state["joined"] = WAITING
                 state.setdefault("joined", WAITING)
-        device = next((p.device for p in params if p.requires_grad), params[0].device)
-        self._pick_columns(columns, fresh, device)
+        self._pick_columns(columns, fresh, self._last_trainable().device)
         self._place_run(self._run)
+
+    def _last_trainable(self) -> Tensor:
+        params = self.parameters()
+        return next((p for p in reversed(params) if p.requires_grad), params[-1])
 
     def _columns(self, fresh: int) -> list[int]:
         """Where the run has the numbers of each bucket of now; `fresh` if nowhere."""

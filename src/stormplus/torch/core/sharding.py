@@ -93,6 +93,19 @@ def held_indices(p: Tensor) -> list[Tensor]:
     return held
 
 
+def reshard() -> None:
+    """Let FSDP2 give up what it has gathered; call it before parameters are written to.
+
+    Only a backward pass lets go of a root's parameters. After a forward pass without one, as in
+    a validation, the next would not see what is written to the shards. Parameters do not know
+    their modules, so all modules of the process gather theirs again.
+    """
+    known = sys.modules.get("torch.distributed._composable_state")
+    for module in list(getattr(known, "_module_state_mapping", ())):
+        if hasattr(module, "reshard"):
+            module.reshard()
+
+
 def sum_over_processes(shares: dict[Groups, Tensor]) -> Tensor:
     """The sum of all shares, each added up over its process groups.
 

@@ -2,7 +2,7 @@
 
 A parameter's state has its buffers, which are of its size, and `joined`. All other numbers are of
 the run: vectors with one entry per bucket, integers, and bytes. They are one dictionary of the
-optimizer's, and stand as `run` in the state of the first trainable parameter, the one place that
+optimizer's, and stand as `run` in the state of the last trainable parameter, the one place that
 torch's own loader and its distributed checkpoint both keep. Among them are a format number and
 the *identity*: what the optimizer was constructed with, so that no other can load it.
 
