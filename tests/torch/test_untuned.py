@@ -690,6 +690,17 @@ def test_weights_that_are_loaded_before_the_first_step_stay():
     assert opt.state[params[0]]["origin"].eq(2).all()
 
 
+def test_a_state_that_was_taken_before_eval_has_no_iterate():
+    problem, params, opt = made(UNTUNED)
+    problem.run(opt, params, problem.samples[:3])
+    saved = opt.state_dict()
+    opt.eval()
+    opt.load_state_dict(saved)
+    x = values(params)
+    opt.train()  # as a loop does at the start of an epoch
+    assert_same(values(params), x)
+
+
 def test_weights_that_are_loaded_at_the_average_are_told(recwarn):
     problem, params, opt = made(UNTUNED)
     problem.run(opt, params, problem.samples[:3])

@@ -308,13 +308,15 @@ class BaseOptimizer(Optimizer, ABC):
         """Everything a run needs to go on bit by bit."""
         self._roster()  # parameters may have been frozen or unfrozen since
 
-        def copy_run(_: Optimizer, packed: State) -> None:
-            for i, entry in packed["state"].items():
-                if "run" in entry:  # else it would go on changing
+        def copy_entries(_: Optimizer, packed: State) -> None:
+            for i, entry in packed["state"].items():  # else they would go on changing
+                packed["state"][i] = dict(entry)
+                if "run" in entry:
                     run = states.copied(self._run, self._run["step"].device)
-                    packed["state"][i] = entry | {"run": run}
+                    packed["state"][i]["run"] = run
 
-        hook = self.register_state_dict_post_hook(copy_run, prepend=True)  # before the user's own
+        # Before the user's own.
+        hook = self.register_state_dict_post_hook(copy_entries, prepend=True)
         try:
             return super().state_dict()
         finally:
