@@ -196,11 +196,12 @@ def tensor_parallel(steps, mesh, **options):
     }  # fmt: skip
 
 
-def uniform_iterate(steps):
+def uniform_iterate(steps, of):
     """The kept iterate of a sharded model, whole."""
     model = sharded()
     opt = StormPlus(model.parameters())
-    loop, kept, trail = Loop(model, opt), UniformIterate(model, seed=3), []
+    source = model if of == "module" else list(model.parameters())
+    loop, kept, trail = Loop(model, opt), UniformIterate(source, seed=3), []
     for batch in batches(steps):
         loop.step(share(batch, *place()))
         trail.append(result(model, opt)["x"])
@@ -210,4 +211,10 @@ def uniform_iterate(steps):
     with torch.no_grad():
         model(batch[0])
     kept.copy_to()
-    return {"x": result(model, opt)["x"], "expected": trail[kept.chosen - 1], "at": kept.chosen}
+    out = {"x": result(model, opt)["x"], "expected": trail[kept.chosen - 1], "at": kept.chosen}
+    twin = Tanh()
+    with torch.no_grad():
+        for p, x in zip(twin.parameters(), out["expected"], strict=True):
+            p.copy_(x)
+        torch.testing.assert_close(model(batch[0]), twin(batch[0]), rtol=1e-12, atol=1e-12)
+    return out

@@ -201,8 +201,9 @@ def test_tensor_parallel_layers(cluster, mesh, first_layer, options):
 
 
 @long
-def test_uniform_iterate_of_a_sharded_model(cluster):
-    runs = cluster.run(2, fsdp_jobs.uniform_iterate, 12)
+@pytest.mark.parametrize("of", ["module", "parameters"])
+def test_uniform_iterate_of_a_sharded_model(cluster, of):
+    runs = cluster.run(2, fsdp_jobs.uniform_iterate, 12, of)
     for run in runs:
         assert run["at"] == runs[0]["at"] < 12  # not the last, which would prove nothing
         assert all(torch.equal(a, b) for a, b in zip(run["x"], run["expected"], strict=True))

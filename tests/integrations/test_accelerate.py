@@ -192,6 +192,10 @@ def test_a_closure_after_a_validation_trains_the_iterate():
     model.eval()
     with pytest.raises(RuntimeError, match="hold the average"):  # it trains in eval mode
         opt.step(closure_for(accelerator, model, opt, x, y))
+    closure_for(accelerator, model, opt, x, y)()
+    for step in (opt.step, run.opt.step):  # and the gradient was taken there
+        with pytest.raises(RuntimeError, match="hold the average"):
+            step()
 
 
 @pytest.mark.parametrize("take", ["of the inner one", "without the wrapper", "as it is"])

@@ -395,3 +395,22 @@ def test_parameters_that_come_or_go_at_the_average_are_no_loaded_weights(way, re
         net.weight.add_(1)  # and such are still seen
     with pytest.warns(UserWarning, match="without the state of Untuned"):
         average.take_out()
+
+
+def test_weights_that_are_loaded_while_the_model_is_frozen_are_begun_from(recwarn):
+    """Some freeze a model to evaluate it, and the best weights may be loaded then."""
+    net = torch.nn.Linear(3, 1)
+    opt = Untuned(net.parameters())
+    average = Average([opt], net)
+    for x in torch.randn(5, 8, 3):
+        opt.zero_grad()
+        net(x).square().mean().backward()
+        opt.step()
+    net.requires_grad_(False)
+    average.put_in()
+    torch.nn.init.ones_(net.weight)
+    net.requires_grad_(True)
+    with pytest.warns(UserWarning, match="without the state of Untuned: it begins anew"):
+        average.take_out()
+    assert (net.weight == 1).all()
+    assert opt.grad_evaluations == 0

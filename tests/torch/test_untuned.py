@@ -690,6 +690,47 @@ def test_weights_that_are_loaded_before_the_first_step_stay():
     assert opt.state[params[0]]["origin"].eq(2).all()
 
 
+def test_the_same_weights_again_are_no_others(recwarn):
+    """The best model of a run, loaded at its end, is often the last one."""
+    problem, params, opt = made(UNTUNED, dtype=torch.bfloat16)
+    problem.run(opt, params, problem.samples[:3])
+    x = values(params)
+    opt.eval()
+    with torch.no_grad():
+        for p in params:
+            p.copy_(p.clone())
+    assert not opt.overwritten
+    opt.train()
+    assert not recwarn
+    assert_same(values(params), x)
+
+
+def test_weights_of_a_layer_that_was_frozen_for_a_while_stay(recwarn):
+    problem, params, opt = made(UNTUNED)
+    problem.run(opt, params, problem.samples[:3])
+    params[0].requires_grad_(False)
+    problem.run(opt, params, problem.samples[3:4])
+    params[0].requires_grad_(True)
+    opt.eval()
+    with torch.no_grad():
+        params[0].fill_(2.0)
+    opt.train()
+    assert (params[0] == 2).all()
+    assert not recwarn
+
+
+def test_to_train_without_an_average_disturbs_nobody(monkeypatch):
+    """Trainers call it before every micro-batch, and FSDP2 would gather each time."""
+    calls = []
+    monkeypatch.setattr(module, "reshard", lambda: calls.append(None))
+    opt = descend(nn.Parameter(torch.ones(2)), [1.0, 2.0])
+    opt.train()
+    assert not calls
+    opt.eval()
+    opt.train()
+    assert len(calls) == 2
+
+
 def test_a_state_that_was_taken_before_eval_has_no_iterate():
     problem, params, opt = made(UNTUNED)
     problem.run(opt, params, problem.samples[:3])
@@ -720,7 +761,7 @@ def test_weights_that_are_loaded_at_the_average_are_told(recwarn):
 
 
 @pytest.mark.parametrize("steps", [0, 3])
-@pytest.mark.parametrize("change", ["nothing", "unfreeze", "double"])
+@pytest.mark.parametrize("change", ["nothing", "unfreeze", "double", "clear"])
 def test_a_validation_in_inference_mode(steps, change):
     """What is made there must be writable in the steps after it."""
 
@@ -733,7 +774,10 @@ def test_a_validation_in_inference_mode(steps, change):
             if i == steps:
                 net.requires_grad_(True)
                 net.to(torch.float64 if change == "double" else torch.float32)
+                if change == "clear":
+                    opt.state.clear()
                 with mode():
+                    assert not opt.at_average
                     opt.eval()
                     net(x.to(net[0].weight))
                     opt.train()

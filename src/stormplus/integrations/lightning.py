@@ -276,7 +276,7 @@ class UntunedCallback(Callback):
         self._average.put_in()
 
     def on_exception(self, *_: Any) -> None:
-        self._average.put_in()
+        self._average.put_in(recalibrated=False)  # the others may be elsewhere, or the batch bad
         self._installed.close()  # there is no teardown then
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:

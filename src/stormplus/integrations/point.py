@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from stormplus.torch import BaseOptimizer, PairedOptimizer
+from stormplus.torch import PairedOptimizer
 
 
 class Point:
@@ -16,30 +16,17 @@ class Point:
     """
 
     def __init__(self) -> None:
-        self._opt: BaseOptimizer | None = None
-        self._generation = self._evaluations = 0
+        self._opt: PairedOptimizer | None = None
+        self._generation = 0
         self._versions: list[tuple[Tensor, int]] = []
         self._restarted = False
 
-    def note(self, opt: BaseOptimizer) -> None:
+    def note(self, opt: PairedOptimizer) -> None:
         """Remember the present point; call it when a step is complete."""
         self._opt, self._generation = opt, opt.generation
-        self._evaluations = opt.grad_evaluations
         self._versions = [(p, p._version) for p in opt.parameters() if p.requires_grad]
 
-    def forget(self) -> None:
-        """Remember nothing."""
-        self._opt, self._versions = None, []
-
-    def is_of(self, opt: BaseOptimizer) -> bool:
-        """Whether `note` was called since the last step of this optimizer."""
-        return (
-            self._opt is opt
-            and self._generation == opt.generation
-            and self._evaluations == opt.grad_evaluations
-        )
-
-    def has_moved(self, opt: BaseOptimizer) -> bool:
+    def has_moved(self, opt: PairedOptimizer) -> bool:
         """Whether the parameters have been written to since `note`.
 
         Not if the optimizer is another one, or its state has been loaded or made anew in the

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import _disable_dynamo, nn  # type: ignore[attr-defined]
 
-from stormplus.integrations.point import Point
 from stormplus.torch import Untuned, recalibrate
 
 FORGOTTEN = (
@@ -50,7 +49,6 @@ class Average:
             )
         self.optimizers = list(optimizers)
         self._model = model
-        self._points = [Point() for _ in self.optimizers]
         self._seen: deque[Callable[[], Any]] = deque(maxlen=recalibrate_batches)
         self._calibrated: list[int] = []
 
@@ -59,15 +57,12 @@ class Average:
         """Whether the parameters hold the average."""
         return all(opt.at_average for opt in self.optimizers)
 
-    def put_in(self) -> None:
+    def put_in(self, *, recalibrated: bool = True) -> None:
         """Before validating or saving; twice is once."""
-        for opt, point in zip(self.optimizers, self._points):
-            if not opt.at_average:
-                opt.eval()
-                point.note(opt)
-            elif not point.is_of(opt):  # somebody else has put it in
-                point.note(opt)
-        self._recalibrate()
+        for opt in self.optimizers:
+            opt.eval()
+        if recalibrated:
+            self._recalibrate()
 
     def take_out(self) -> None:
         """Before training goes on; twice is once.
@@ -76,17 +71,15 @@ class Average:
         best weights of a run were loaded, say), the last iterate would be put over them. Such
         a run begins anew from where it is.
         """
-        for opt, point in zip(self.optimizers, self._points):
-            if opt.at_average and point.has_moved(opt):
+        for opt in self.optimizers:
+            if opt.overwritten:
                 warnings.warn(
                     "weights were loaded without the state of Untuned: it begins anew from them. "
                     "To go on with the run, load the optimizer's state too",
                     stacklevel=2,
                 )
                 opt.reset()
-            if opt.at_average:
-                opt.train()
-            point.forget()
+            opt.train()
 
     @contextmanager
     def shown(self) -> Iterator[None]:
@@ -154,7 +147,8 @@ class Average:
         self.put_in()
 
     def _before_step(self, opt: Any, args: Any, kwargs: Any) -> None:
-        if args or kwargs.get("closure") is not None:  # it will call the model
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        if closure is not None:  # it will call the model
             self.take_out()
 
     def __reduce__(self) -> tuple[type[Average], tuple[()]]:

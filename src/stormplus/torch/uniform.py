@@ -57,6 +57,7 @@ class UniformIterate:
         """Write the kept point into `target`, by default where it was taken from."""
         if self.count == 0:
             raise RuntimeError("no iterate yet: call update() after every step")
+        reshard()  # a root of FSDP2 that is gathered would not see what is written
         targets = list(_tensors(self._source if target is None else target))
         if [t.shape for t in targets] != [t.shape for t in self._kept]:
             raise ValueError("the target's parameters and buffers differ in number or shape")

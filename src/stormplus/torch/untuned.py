@@ -34,7 +34,7 @@ from stormplus.torch.core.kernels import (
     suits_untuned,
 )
 from stormplus.torch.core.sharding import Groups, held_indices, is_dtensor, local, reshard
-from stormplus.torch.core.state import FROZEN, JOINED, WAITING, Buffer, Numbers, State, run_of
+from stormplus.torch.core.state import FROZEN, JOINED, Buffer, Numbers, State, run_of
 from stormplus.torch.core.tensors import (
     Item,
     Kept,
@@ -359,22 +359,20 @@ class Untuned(BaseOptimizer):
         Without a step so far the parameters stay as they are. Calling it twice is calling it
         once.
         """
-        self._roster()  # buffers are where the parameters are
-        if self.at_average:
+        if not self.at_average:
+            self._roster()  # buffers are where the parameters are
+            reshard()
+            for p in self.parameters():
+                state = self.state[p]
+                if "lead" not in state:
+                    continue
+                state["iterate"] = p.detach().clone()
+                if state["joined"] == JOINED:
+                    local(p).copy_(_average(state))
+            self._run["averaged"] = 1
+        elif self._left[0] == self.generation:
             return
-        reshard()
-        for p in self.parameters():
-            state = self.state[p]
-            if "lead" not in state:
-                continue
-            state["iterate"] = p.detach().clone()
-            if state["joined"] == JOINED:
-                x, lead, master = local(p), local(state["lead"]), state.get("master")
-                y = _in_full(x, None if master is None else local(master))
-                x.copy_(torch.sub(y, lead.to(y), alpha=1 - INTERPOLATION))
-        self._run["averaged"] = 1
-        moved = (p for p in self.parameters() if self.state[p]["joined"] == JOINED)
-        self._left = self.generation, {id(p): p._version for p in moved}
+        self._left = self.generation, {id(p): p._version for p in self.parameters()}
 
     @torch.no_grad()
     def train(self) -> None:
@@ -382,7 +380,9 @@ class Untuned(BaseOptimizer):
 
         A tensor that has had no gradient so far stays as it is.
         """
-        if self._written_to:
+        if not self.at_average:
+            return
+        if self.overwritten:
             warnings.warn(
                 "the parameters were written to after opt.eval(), and opt.train() puts the last "
                 "iterate over that: load weights before opt.eval() or after opt.train(), or call "
@@ -392,19 +392,29 @@ class Untuned(BaseOptimizer):
         reshard()
         for p in self.parameters():
             iterate: Tensor | None = self.state[p].pop("iterate", None)
-            if iterate is not None and self.state[p]["joined"] != WAITING:
+            if iterate is not None and self.state[p]["joined"] == JOINED:
                 p.copy_(iterate)
         self._run["averaged"] = 0
 
     @property
-    def _written_to(self) -> bool:
-        """Whether somebody has changed the average that `eval()` has left, and not the state."""
+    @torch.no_grad()
+    def overwritten(self) -> bool:
+        """Whether other weights than the average are there since `eval()`, without their state.
+
+        A write through `p.data` is not seen: torch does not count it.
+        """
         generation, versions = self._left
-        return (
-            self.at_average
-            and generation == self.generation
-            and any(versions.get(id(p), p._version) != p._version for p in self.parameters())
-        )
+        if not self.at_average or generation != self.generation:
+            return False  # a state that was loaded belongs to whatever is there
+        for p in self.parameters():
+            state = self.state[p]
+            if versions.get(id(p), p._version) == p._version or state["joined"] != JOINED:
+                continue
+            # The same weights again are nothing new. Shards are not compared: that all processes
+            # come to the same answer matters more.
+            if is_dtensor(p) or not torch.equal(local(p), _average(state).to(local(p))):
+                return True
+        return False
 
     # -- what the base asks for ------------------------------------------------------------------
 
@@ -578,6 +588,13 @@ class _Sample:
     def moved(self, item: Item) -> float:
         """The distance of a tensor that is whole here."""
         return float((self.square_distance(item) / max(self.count, 1)).sqrt())
+
+
+def _average(state: State) -> Tensor:
+    """What lies here of x, by the iterate that `eval()` keeps."""
+    iterate, lead, master = local(state["iterate"]), local(state["lead"]), state.get("master")
+    y = _in_full(iterate, None if master is None else local(master))
+    return torch.sub(y, lead.to(y), alpha=1 - INTERPOLATION)
 
 
 def _in_full(x: Tensor, master: Tensor | None = None) -> Tensor:

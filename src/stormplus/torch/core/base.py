@@ -27,6 +27,11 @@ from stormplus.torch.core.tensors import Roster
 from stormplus.versions import part_names
 
 
+def _writable() -> torch.inference_mode:
+    """Around what makes state: a validation may be in inference mode, and the next step is not."""
+    return torch.inference_mode(False)
+
+
 class BaseOptimizer(Optimizer, ABC):
     """State that exists from construction, grows with the parameters and survives loading.
 
@@ -155,10 +160,9 @@ class BaseOptimizer(Optimizer, ABC):
         if known is None or not (
             known.describes(self.param_groups, self.state) if look else known.holds()
         ):
-            # A step writes to what is made here, and that may be in a validation.
-            with torch.inference_mode(False), torch.no_grad():
-                if self._run:
-                    self._make_room()
+            if self._run:
+                self._make_room()
+            with _writable():
                 known = Roster(self.param_groups, self.state, self._scope, self._buffers)
             self._known = known
             self._views = _Views(self._numbers)
@@ -189,6 +193,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     # -- groups ----------------------------------------------------------------------------------
 
+    @_writable()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each begins at its first gradient."""
         part_names(param_group)
@@ -212,6 +217,7 @@ class BaseOptimizer(Optimizer, ABC):
         self._check_options(group)
         check_whole(group["params"])
 
+    @_writable()
     def _make_room(self) -> None:
         """A column of the run's numbers for each bucket: what it has learned, or a fresh one.
 
