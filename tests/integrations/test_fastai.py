@@ -329,7 +329,9 @@ def test_a_learning_rate_is_ignored_with_a_warning(tmp_path, how):
 def test_the_best_weights_are_begun_from_anew(tmp_path):
     learn, run = learner(tmp_path, UntunedCallback(), tool=False, opt_func=ours(Untuned))
     learn.fit(1)
-    learn.load(learn.save("first", with_opt=False).stem, with_opt=False)
+    learn.save("first", with_opt=False)
+    learn.fit(1)
+    learn.load("first", with_opt=False)
     plain = untuned_run(epochs=1, dtype=torch.float32)
     assert_at_average(snapshot(learn.model), plain.averages[-1], plain.states[-1])
     begun = []
@@ -338,6 +340,15 @@ def test_the_best_weights_are_begun_from_anew(tmp_path):
         learn.fit(1)
     assert_at_average(begun[0], plain.averages[-1], plain.states[-1])
     assert run.opt.diagnostics()["step"] == BATCHES
+
+
+def test_the_best_weights_that_are_the_last_end_nothing(tmp_path):
+    learn, run = learner(tmp_path, UntunedCallback(), tool=False, opt_func=ours(Untuned))
+    learn.fit(1)
+    learn.load(learn.save("last", with_opt=False).stem, with_opt=False)
+    learn.fit(1)
+    assert run.opt.diagnostics()["step"] == 2 * BATCHES
+    assert_same_states(run.states, untuned_run(epochs=2, dtype=torch.float32).states)
 
 
 def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
