@@ -120,6 +120,10 @@ class Standings:
         one, two = (f"{m} {self.values[m][metric]:.2g}" for m in (method, other))
         return f"{NAMES[metric]}: {one}, {two}"
 
+    def told_unsure(self, method: str, other: str, metric: str) -> str:
+        """The same, with how well the gap between them is known."""
+        return f"{self.told(method, other, metric)}, ± {self.noise(method, other, metric):.1g}"
+
     def limit(self, method: str, other: str, metric: str) -> float:
         """Up to which gap two methods are called close."""
         smaller = min(self.values[method][metric], self.values[other][metric])
@@ -130,7 +134,8 @@ class Verdict(str):
     """A finding in a word, "seen", "not seen" or "inconclusive".
 
     Attributes:
-        why: Of what is not seen, the gap that says so the loudest.
+        why: Of what is not seen, the gap that says so the loudest; of what is inconclusive, the one
+            that is least clear.
     """
 
     __slots__ = ("why",)
@@ -170,10 +175,11 @@ def verdicts(frame: pd.DataFrame, reading: Reading) -> dict[str, Verdict]:
 
 
 def _both(*verdicts: Verdict) -> Verdict:
-    for verdict in verdicts:
-        if verdict == "not seen":
-            return verdict
-    return Verdict("seen" if set(verdicts) == {"seen"} else "inconclusive")
+    for word in ("not seen", "inconclusive"):
+        for verdict in verdicts:
+            if verdict == word:
+                return verdict
+    return Verdict("seen")
 
 
 def _better(
@@ -186,7 +192,11 @@ def _better(
     behind = [-(gap + noise) / ends.limit(*case) for case, (gap, noise) in zip(cases, found)]
     if max(behind) > 0:
         return Verdict("not seen", ends.told(*cases[int(np.argmax(behind))]))
-    return Verdict("seen" if all(gap > noise for gap, noise in found) else "inconclusive")
+    lead = [gap - noise for gap, noise in found]
+    if min(lead) > 0:
+        return Verdict("seen")
+    ahead = [each / ends.limit(*case) for case, each in zip(cases, lead)]
+    return Verdict("inconclusive", ends.told_unsure(*cases[int(np.argmin(ahead))]))
 
 
 def _slight(
@@ -223,5 +233,7 @@ def _within(
     apart = [(gap - noise) / limit for gap, noise, limit in found]
     if max(apart) > 1:
         return Verdict("not seen", ends.told(*cases[int(np.argmax(apart))]))
-    seen = all(gap + noise <= limit for gap, noise, limit in found)
-    return Verdict("seen" if seen else "inconclusive")
+    at_most = [(gap + noise) / limit for gap, noise, limit in found]
+    if max(at_most) <= 1:
+        return Verdict("seen")
+    return Verdict("inconclusive", ends.told_unsure(*cases[int(np.argmax(at_most))]))

@@ -294,6 +294,7 @@ def test_a_test_accuracy_is_known_as_well_as_its_images_allow():
     assert found.unsure["Adam"]["train_accuracy"] == 0  # of all images that there are
     near, apart = (judged(all_at(1.0), all_at(0.602, Adam=a))[SLIGHTLY] for a in (0.61, 0.62))
     assert (near, apart) == ("inconclusive", "seen")
+    assert near.why == "test accuracy: Adam 0.61, STORM+ 0.6, ± 0.01"
 
 
 def test_each_form_of_ours_is_judged_by_itself():

@@ -669,12 +669,13 @@ class _Lot:
         numbers = table if rows == table.shape[1] else np.ascontiguousarray(table[:, self.rows])
         taken, native, measured = self._prepared()
         if native is not None:
-            if len(taken) == rows == out.shape[1] and out.device.type == "cpu":
+            if len(taken) == rows == out.shape[1] and out.dtype == torch.float64:
                 native.step(numbers, out.numpy())
             else:
+                own = numbers if len(taken) == rows else np.ascontiguousarray(numbers[:, taken])
                 sums = np.zeros((2, len(taken)))
-                native.step(np.ascontiguousarray(numbers[:, taken]), sums)
-                out[:, self.rows[taken]] += torch.from_numpy(sums)
+                native.step(own, sums)
+                out.numpy()[:, self.rows[taken]] += sums
             increment_version([self.items[i].x for i in taken])  # autograd has not seen it
         rest = [i for i in range(rows) if i not in taken] if len(taken) < rows else []
         for chunks in _lists(self.items, rest, self.device) if rest else ():
