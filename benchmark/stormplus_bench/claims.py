@@ -192,10 +192,9 @@ def _better(
     behind = [-(gap + noise) / ends.limit(*case) for case, (gap, noise) in zip(cases, found)]
     if max(behind) > 0:
         return Verdict("not seen", ends.told(*cases[int(np.argmax(behind))]))
-    lead = [gap - noise for gap, noise in found]
-    if min(lead) > 0:
+    ahead = [(gap - noise) / ends.limit(*case) for case, (gap, noise) in zip(cases, found)]
+    if min(ahead) > 0:
         return Verdict("seen")
-    ahead = [each / ends.limit(*case) for case, each in zip(cases, lead)]
     return Verdict("inconclusive", ends.told_unsure(*cases[int(np.argmin(ahead))]))
 
 

@@ -112,3 +112,18 @@ def test_dcp_loads_with_more_layers_frozen(case, tmp_path):
         case.train(problem, each, list(theirs), problem.samples[5:])
     for p, q in zip(model, new_model, strict=True):
         assert torch.equal(p, q)
+
+
+@every
+def test_a_state_that_is_loaded_in_inference_mode_goes_on(case):
+    problem, params, opt = made(case, samples=8)
+    case.train(problem, opt, params, problem.samples[:5])
+    _, others, twin = made(case, samples=8)
+    with torch.inference_mode():
+        for p, q in zip(params, others, strict=True):
+            q.copy_(p)
+        twin.load_state_dict(opt.state_dict())
+    for each, theirs in ((opt, params), (twin, others)):
+        case.train(problem, each, theirs, problem.samples[5:])
+    for p, q in zip(params, others, strict=True):
+        assert torch.equal(p, q)

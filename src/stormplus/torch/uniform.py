@@ -57,7 +57,6 @@ class UniformIterate:
         """Write the kept point into `target`, by default where it was taken from."""
         if self.count == 0:
             raise RuntimeError("no iterate yet: call update() after every step")
-        reshard()  # a root of FSDP2 that is gathered would not see what is written
         targets = list(_tensors(self._source if target is None else target))
         if [t.shape for t in targets] != [t.shape for t in self._kept]:
             raise ValueError("the target's parameters and buffers differ in number or shape")
@@ -85,8 +84,8 @@ class UniformIterate:
 
 
 def _tensors(source: nn.Module | Iterable[Tensor]) -> Iterable[Tensor]:
+    reshard()  # a root of FSDP2 that is gathered has other tensors, and sees no writing to its own
     if isinstance(source, nn.Module):
-        reshard()  # a module of FSDP2 may have whole parameters in place of its own
         yield from source.parameters()
         yield from source.buffers()
     else:

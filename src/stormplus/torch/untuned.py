@@ -21,7 +21,7 @@ from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 
 from stormplus import rules
 from stormplus.rules import INTERPOLATION
-from stormplus.torch.core.base import BaseOptimizer
+from stormplus.torch.core.base import BaseOptimizer, writable
 from stormplus.torch.core.kernels import (
     CHUNK,
     NATIVE,
@@ -350,7 +350,7 @@ class Untuned(BaseOptimizer):
         self._notice_emptied()
         return bool(self._run["averaged"])
 
-    @torch.inference_mode(False)  # what is kept from here on must be writable outside of it
+    @writable()
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters: call it before you validate or save a model.

@@ -27,7 +27,7 @@ from stormplus.torch.core.tensors import Roster
 from stormplus.versions import part_names
 
 
-def _writable() -> torch.inference_mode:
+def writable() -> torch.inference_mode:
     """Around what makes state: a validation may be in inference mode, and the next step is not."""
     return torch.inference_mode(False)
 
@@ -162,7 +162,7 @@ class BaseOptimizer(Optimizer, ABC):
         ):
             if self._run:
                 self._make_room()
-            with _writable():
+            with writable():
                 known = Roster(self.param_groups, self.state, self._scope, self._buffers)
             self._known = known
             self._views = _Views(self._numbers)
@@ -193,7 +193,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     # -- groups ----------------------------------------------------------------------------------
 
-    @_writable()
+    @writable()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each begins at its first gradient."""
         part_names(param_group)
@@ -217,7 +217,7 @@ class BaseOptimizer(Optimizer, ABC):
         self._check_options(group)
         check_whole(group["params"])
 
-    @_writable()
+    @writable()
     def _make_room(self) -> None:
         """A column of the run's numbers for each bucket: what it has learned, or a fresh one.
 
@@ -328,6 +328,7 @@ class BaseOptimizer(Optimizer, ABC):
         finally:
             hook.remove()
 
+    @writable()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state so that the run goes on bit by bit; another optimizer's is refused."""
         saved: State = {}
