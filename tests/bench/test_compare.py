@@ -298,6 +298,13 @@ def test_a_few_workloads_are_shown_by_their_losses():
     assert "seeds" not in printed(table_of(one))
 
 
+def test_a_method_that_needs_no_rate_is_shown_without_one():
+    renamed = [row | {"method": "Untuned"} for row in hand_made() if row["method"] == "SGD"]
+    text = printed(table_of(frame_of(renamed)))
+    cells = [line.strip("│ ").split() for line in text.replace("│", " ").splitlines()]
+    assert ["Untuned", "4", "0.5"] in cells
+
+
 def test_many_workloads_fit_a_terminal():
     methods = ("STORM+ mean", "simplified STORM+", "SGD momentum")
     names = [(f"workload-{k}", method) for k in range(12) for method in methods]

@@ -16,7 +16,7 @@ from stormplus.files import write_whole
 from stormplus.interrupts import EXIT_CODES, explained
 from stormplus_bench import finals, rows, sentences
 from stormplus_bench.engine import announce, execute
-from stormplus_bench.methods import ordered
+from stormplus_bench.methods import NO_RATE, ordered
 from stormplus_bench.own import SOLVER, WORKLOAD
 from stormplus_bench.plan import Plan, check_unchanged, make_plan, read_suite, suites, with_own
 
@@ -177,7 +177,7 @@ def final_table(frame: pd.DataFrame) -> Table:
                 f"  {escape(method)}",
                 _number(default),
                 text,
-                f"{lr:g}" if math.isfinite(best) else "",
+                f"{lr:g}" if math.isfinite(best) and method not in NO_RATE else "",
             )
         table.add_section()
     return table
