@@ -1,10 +1,4 @@
-import sys
-from pathlib import Path
-
 import pytest
-
-# What these tests share with each other and with the processes they start.
-sys.path.append(str(Path(__file__).parent))
 
 
 @pytest.fixture(scope="session")

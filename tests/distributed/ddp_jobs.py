@@ -91,7 +91,7 @@ def unused_parameters(steps, **ddp):
     return result(model, opt) | {"missing": missing}
 
 
-def normalised(steps, guarded=True, halves=False):
+def normalised(steps, halves=False):
     """BatchNorm and dropout; returns the statistics of what each layer saw, and its buffers."""
     rank, size = place()
     model = DDP(Normalised())
@@ -120,10 +120,8 @@ def normalised(steps, guarded=True, halves=False):
         if halves:
             with same_sample(opt, model):
                 loop.move_and_estimate(mine)
-        elif guarded:
-            opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
         else:
-            loop.step(mine)
+            opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
         history.append({name: dict(values) for name, values in seen.items()})
         buffers.append({n: {k: b.clone() for k, b in m.named_buffers()} for n, m in norms.items()})
         kept.update()

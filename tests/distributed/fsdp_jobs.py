@@ -1,7 +1,5 @@
 """What each rank of an FSDP2 or tensor-parallel test does."""
 
-from contextlib import nullcontext
-
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -45,9 +43,12 @@ def shard_sizes(model):
     return [p.to_local().numel() for p in model.parameters()]
 
 
+def hybrid(mesh):
+    return mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+
+
 def parity(steps, dtype=torch.float64, mesh=None, **options):
-    mesh = mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-    model = sharded(dtype, mesh)
+    model = sharded(dtype, hybrid(mesh))
     loop = train(model, steps, dtype, **options)
     return result(model, loop.opt, loop.calls) | {"shards": shard_sizes(model)}
 
@@ -83,8 +84,7 @@ def unwatched(collectives, evaluate):
 
 def counted(steps, mesh=None, **options):
     """What the optimizer sends in each step, the closures' own collectives left out."""
-    mesh = mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-    model = sharded(mesh=mesh)
+    model = sharded(mesh=hybrid(mesh))
     loop = Loop(model, StormPlus(grouped(model), **options))
     with Collectives() as collectives:
         for batch in batches(steps):
@@ -94,10 +94,10 @@ def counted(steps, mesh=None, **options):
     return collectives.seen
 
 
-def one_bad_shard(steps, bad_call, bad_rank, value, **options):
+def one_bad_shard(steps, bad_call, bad_rank, value, mesh=None, **options):
     """One element of one rank's shard is not finite, after the gradients were reduced."""
     rank, _ = place()
-    model = sharded()
+    model = sharded(mesh=hybrid(mesh))
     errors, pending, before = [], [], []
 
     def spoil():
@@ -141,8 +141,8 @@ def save(steps, folder, **options):
 
 def _header(opt):
     """The numbers of the run, as a checkpoint has them."""
-    (run,) = (e["run"] for e in opt.state_dict()["state"].values() if "run" in e)
-    return {k: v for k, v in run.items() if k != "rng"}
+    (scalars,) = (e["scalars"] for e in opt.state_dict()["state"].values() if "scalars" in e)
+    return {k: v for k, v in scalars.items() if k != "rng"}
 
 
 def load(steps, folder, **options):
@@ -185,7 +185,7 @@ def tensor_parallel(steps, mesh, **options):
         fully_shard(model, mesh=mesh["data"])
     loop = Loop(model, StormPlus(model.parameters(), **options))
     collectives = Collectives()
-    with nullcontext() if options.get("fused") else collectives:  # torch.compile wants no mode
+    with collectives:
         for batch in batches(steps):
             mine = share(batch, data_rank, data_size)
             loop.opt.step(unwatched(collectives, lambda: loop.evaluate(mine)))

@@ -5,7 +5,6 @@ import pytest
 import torch
 from small_models import (
     OPTIMIZERS,
-    Tanh,
     assert_equal_runs,
     assert_same_bits,
     batches,
@@ -29,7 +28,7 @@ STEPS = 60
 # below; 5 to 30 were measured), later errors less: 5e-11, and 1e-10 is asked for. In float32
 # (u = 6e-8) the same bound is 3e-2, from worst cases that never meet; 1e-3 is asked for.
 RTOL = {torch.float64: 1e-10, torch.float32: 1e-3}
-OPTIONS = {"norm": "mean", "scope": "tensor", "weight_decay": 0.01, "lr": 0.3}
+OPTIONS = {"unit": "first", "weight_decay": 0.01, "lr": 0.1}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
@@ -154,15 +153,6 @@ def test_batchnorm_and_dropout_for_200_steps(cluster, size, halves):
     assert not torch.equal(runs[0]["masks"][1], runs[1]["masks"][1])
 
 
-@long
-def test_without_same_sample_statistics_move_twice(cluster):
-    runs = cluster.run(2, ddp_jobs.normalised, 5, guarded=False)
-    tracked = runs[0]["buffers"][-1]["fixed"]["num_batches_tracked"]
-    assert int(tracked) == twice_but_once(5)
-    with pytest.raises(AssertionError):
-        check_statistics(runs)
-
-
 @pytest.mark.parametrize("bad_call", [4, 5], ids=["first evaluation", "second evaluation"])
 def test_a_bad_sample_on_one_rank_stops_all_ranks_together(cluster, bad_call):
     # Calls 1, 2-3, 4-5, ...: call 4 opens the third step, call 5 closes it.
@@ -188,9 +178,3 @@ def test_a_bad_gradient_on_one_rank_after_the_average_stops_that_rank_alone(clus
     assert good["moved"]
     assert good["pending"]
     assert good["waited"] >= 4
-
-
-def test_the_test_model_is_not_linear():
-    u = torch.ones(1, 6, dtype=torch.float64)
-    model = Tanh()
-    assert not torch.allclose(model(2 * u) + model(0 * u), 2 * model(u))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import wrapper_jobs
-from small_models import batches, joined_run
+from small_models import Tanh, batches, bounded_loss
 
 from stormplus import StormPlus
 
@@ -14,19 +14,15 @@ long = pytest.mark.long
 @long
 def test_zero_redundancy_optimizer_is_refused(cluster, constructor):
     for error in cluster.run(2, wrapper_jobs.zero_redundancy, constructor):
-        assert error.startswith("RuntimeError: ZeroRedundancyOptimizer hands the optimizer a part")
+        assert error.startswith("RuntimeError: torch.distributed.optim.zero_redundancy_optimizer ")
         assert "fully_shard" in error
 
 
 @pytest.mark.parametrize(
-    ("action", "wrapper"),
-    [
-        (wrapper_jobs.distributed_optimizer, "DistributedOptimizer"),
-        (wrapper_jobs.optimizer_in_backward, "_apply_optimizer_in_backward"),
-    ],
+    "action", [wrapper_jobs.distributed_optimizer, wrapper_jobs.optimizer_in_backward]
 )
-def test_other_wrappers_of_torch_are_refused(action, wrapper):
-    with pytest.raises(RuntimeError, match=f"{wrapper} hands the optimizer a part"):
+def test_other_wrappers_of_torch_are_refused(action):
+    with pytest.raises(RuntimeError, match="gives the optimizer a part of the parameters"):
         action()
 
 
@@ -59,7 +55,7 @@ def test_partial_placements_are_refused(cluster):
 
 
 @long
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
 def test_partial_gradients_are_summed(cluster, options):
     runs = cluster.run(4, wrapper_jobs.partial_gradient, 20, **options)
     x, numbers = wrapper_jobs.partial_gradient_in_one_process(20, 4)
@@ -69,12 +65,24 @@ def test_partial_gradients_are_summed(cluster, options):
 
 
 @long
-@pytest.mark.parametrize("scope", ["tensor", "global"])
-def test_pipeline_stages_are_right_with_sums_of_their_own(cluster, scope):
-    stages = cluster.run(2, wrapper_jobs.pipeline, 30, scope)
-    expected = joined_run(batches(30), lambda m: StormPlus(m.parameters(), scope=scope))
-    x = [p for stage in stages for p in stage["x"]]
-    same = [torch.allclose(a, b, rtol=1e-10, atol=1e-12) for a, b in zip(x, expected["x"])]
-    # With scope="global" a stage would need the norms of the others, and cannot know that
-    # there are others: this is what the page "Many machines" warns of.
-    assert all(same) if scope == "tensor" else not any(same)
+def test_each_pipeline_stage_has_sums_of_its_own(cluster):
+    stages = cluster.run(2, wrapper_jobs.pipeline, 30)
+    model = Tanh()
+    parts = [list(model.parameters())[:4], list(model.parameters())[4:]]
+    opts = [StormPlus(part) for part in parts]
+    for u, y in batches(30):
+
+        def backward(u=u, y=y):
+            model.zero_grad()
+            bounded_loss(model(u), y).backward()
+
+        if opts[0].started:
+            backward()
+            for opt in opts:
+                opt.move()
+        backward()
+        for opt in opts:
+            opt.estimate()
+    for stage, part in zip(stages, parts, strict=True):
+        for ours, theirs in zip(stage["x"], part, strict=True):
+            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-12)

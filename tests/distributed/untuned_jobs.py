@@ -20,7 +20,7 @@ def grouped(model):
 
 def everything(model, opt, calls=None):
     """Parameters, buffers, numbers, and what `eval` puts into the parameters."""
-    names = ("lead", "unit", "origin")
+    names = ("z_minus_x", "grad_rms", "initial_sample")
     out = {
         "x": [whole(p) for p in model.parameters()],
         "d": [whole(opt.state[p][name]) for p in model.parameters() for name in names],

@@ -1,7 +1,6 @@
 """What each rank of a test of other wrappers does."""
 
 import warnings
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
-from stormplus import Storm, StormPlus
+from stormplus import StormPlus
 
 with warnings.catch_warnings():
     # torch's own: these modules define TorchScript interfaces when they are imported
@@ -27,16 +26,9 @@ with warnings.catch_warnings():
     from torch.distributed.optim.optimizer import _LocalOptimizer
 
 
-class Own(StormPlus):
-    """A user's subclass."""
-
-
 CONSTRUCTORS = {
     "class": StormPlus,
-    "other rule": Storm,
-    "subclass": Own,
-    "partial": partial(StormPlus, norm="mean"),
-    "function": lambda params, **options: StormPlus(params, **options),
+    "function": lambda params, **options: StormPlus(params, unit="first", **options),
 }
 
 
@@ -147,7 +139,7 @@ class Stage(nn.Module):
         return u
 
 
-def pipeline(steps, scope):
+def pipeline(steps):
     """Each process has the layers of its stage, and an optimizer for those alone."""
     rank, size = place()
     layers = Tanh().layers
@@ -158,7 +150,7 @@ def pipeline(steps, scope):
         example = torch.zeros(len(example), layers[1].out_features, dtype=example.dtype)
     stage = PipelineStage(mine, rank, size, torch.device("cpu"), input_args=(example,))
     schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=bounded_loss)
-    opt = StormPlus(mine.parameters(), scope=scope, check_finite=False)
+    opt = StormPlus(mine.parameters(), check_finite=False)
     for u, y in data:
 
         def closure():

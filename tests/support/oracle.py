@@ -1,7 +1,7 @@
-"""Algorithm 1 once more, literally: previous iterate stored, formulas spelled out.
+"""An independent transcription of Algorithm 1, which stores the previous iterate.
 
-Independent of the library (no import from it): flat NumPy vectors, Python sums, every
-option of the torch optimizers written in the most obvious way.
+It imports nothing from the library: NumPy blocks, Python sums, every option of the optimizers
+written in the most obvious way.
 """
 
 from dataclasses import dataclass, field
@@ -20,14 +20,16 @@ class Group:
 
 @dataclass
 class Run:
-    x: list = field(default_factory=list)  # all iterates, each a list of blocks
+    """One entry per sample in each list."""
+
+    x: list = field(default_factory=list)  # each a list of blocks
     d: list = field(default_factory=list)
     gain: list = field(default_factory=list)
     step_size: list = field(default_factory=list)
 
 
 def rule(method, sum_g, sum_d, g_sq, d_sq, t, theta=0.1, w=0.1, c=100.0, smoothness=1.0):
-    if callable(method):  # a rule of one's own
+    if callable(method):  # a user's rule
         return method(sum_g, sum_d, g_sq, d_sq, t)
     sum_g = sum_g + g_sq
     if method == "storm":
@@ -44,17 +46,17 @@ def algorithm_1(
     groups,
     samples,
     method="storm+",
-    norm="raw",
-    scope="global",
+    unit=1.0,
     decoupled=False,
     maximize=False,
     **constants,
 ):
-    """`gradient(blocks, xi)` for all blocks of all groups in order."""
+    """Run one sample after the other; return all iterates and scalars as a `Run`.
+
+    `gradient(blocks, xi)` takes and returns the blocks of all groups in order.
+    """
     x = [np.array(b, float) for g in groups for b in g.blocks]
     of_group = [i for i, g in enumerate(groups) for _ in g.blocks]
-    share = {"global": [0] * len(x), "group": of_group, "tensor": list(range(len(x)))}[scope]
-    buckets = sorted(set(share))
     decay = [groups[i].weight_decay for i in of_group]
 
     def objective(at, xi):
@@ -64,14 +66,13 @@ def algorithm_1(
             out = [g + wd * b for g, wd, b in zip(out, decay, at)]
         return out
 
-    def square(blocks, bucket):
-        mine = [b for b, s in zip(blocks, share) if s == bucket]
-        total = sum(float((b * b).sum()) for b in mine)
-        return total / sum(b.size for b in mine) if norm == "mean" else total
+    def square(blocks):
+        return sum(float((b * b).sum()) for b in blocks)
 
-    sums = dict.fromkeys(buckets, (0.0, 0.0))
+    d, a, eta = [], 1.0, 0.0
+    g_0 = None if unit == "first" else unit  # the unit, once it is known
+    sum_g = sum_d = 0.0
     run = Run()
-    d, a, eta = [], {}, {}
     for t, xi in enumerate(samples, start=1):
         if t == 1:
             d = g = objective(x, xi)
@@ -80,15 +81,15 @@ def algorithm_1(
             for i, block in enumerate(x):
                 lr = groups[of_group[i]].lr
                 lr = lr(t - 1) if callable(lr) else lr
-                step = d[i] + decay[i] * block if decoupled else d[i]
-                moved.append(block - lr * eta[share[i]] * step)
+                step = d[i] / (g_0 or 1.0) + (decay[i] * block if decoupled else 0.0)
+                moved.append(block - lr * eta * step)
             x = moved
             g, g_tilde = objective(x, xi), objective(x_previous, xi)
-            d = [g[i] + (1 - a[share[i]]) * (d[i] - g_tilde[i]) for i in range(len(x))]
-        a, eta = {}, {}
-        for b in buckets:
-            *new, a[b], eta[b] = rule(method, *sums[b], square(g, b), square(d, b), t, **constants)
-            sums[b] = tuple(new)
+            d = [g[i] + (1 - a) * (d[i] - g_tilde[i]) for i in range(len(x))]
+        if g_0 is None and square(g) > 0:
+            g_0 = np.sqrt(square(g))
+        g_sq, d_sq = (square(blocks) / (g_0 or 1.0) ** 2 for blocks in (g, d))
+        sum_g, sum_d, a, eta = rule(method, sum_g, sum_d, g_sq, d_sq, t, **constants)
         run.x.append(x)
         run.d.append(d)
         run.gain.append(a)

@@ -41,7 +41,7 @@ def own_formula(sum_g, sum_d, g_sq, d_sq, t):
     return sum_g + g_sq, sum_d + d_sq / 0.5, 0.5, 0.2 / np.cbrt(1 + sum_g + g_sq)
 
 
-PAIRS_ONLY = ("scope", "decoupled_weight_decay")
+PAIRS_ONLY = ("decoupled_weight_decay",)
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Case:
         return issubclass(self.cls, PairedOptimizer)
 
     def __call__(self, params, *, lr=None, **options):
-        """Untuned has no lr, but a factor for each group, and its only scope is a tensor."""
+        """Untuned has no lr, but a factor for each group."""
         if self.paired:
             return self.cls(params, **({} if lr is None else {"lr": lr}) | self.path | options)
         options = {k: v for k, v in options.items() if k not in PAIRS_ONLY}
@@ -92,19 +92,14 @@ class Case:
 
             self.step(opt, evaluate)
 
-    def oracle(self, problem, groups, scope="global", decoupled=False, maximize=False, norm="raw"):
+    def oracle(self, problem, groups, decoupled=False, maximize=False, unit=1.0):
         """Where the run should end: x, d, gains and step sizes; `groups` as `oracle.Group`."""
         if self.paired:
             run = algorithm_1(
-                problem.gradient, groups, problem.samples, method=self.method, norm=norm,
-                scope=scope, decoupled=decoupled, maximize=maximize,
+                problem.gradient, groups, problem.samples, method=self.method, unit=unit,
+                decoupled=decoupled, maximize=maximize,
             )  # fmt: skip
-            return (
-                run.x[-1],
-                run.d[-1],
-                list(run.gain[-1].values()),
-                list(run.step_size[-1].values()),
-            )
+            return run.x[-1], run.d[-1], run.gain[-1], run.step_size[-1]
         of_group = [i for i, group in enumerate(groups) for _ in group.blocks]
         last = untuned_run(
             lambda k, x: problem.gradient(x, problem.samples[k]),
@@ -114,14 +109,13 @@ class Case:
             weight_decay=[groups[i].weight_decay for i in of_group],
             maximize=maximize,
         )[-1]
-        lead = [z - x for z, x in zip(last["z"], last["average"])]
-        return last["x"], lead, [], last["eta"]
+        z_minus_x = [z - x for z, x in zip(last["z"], last["average"])]
+        return last["x"], z_minus_x, None, last["eta"]
 
 
 PATHS = {
     "plain": {"foreach": False},
     "foreach": {"foreach": True},
-    "fused": {"fused": True},
     "native": {},  # where the library was built; test_native.py says if it was not
 }
 CASES = [
@@ -129,23 +123,24 @@ CASES = [
     Case("SimplifiedStormPlus", SimplifiedStormPlus, "simplified-storm+"),
     Case("Storm", Storm, "storm"),
     Case("Own", Own, own_formula),
-    Case("Untuned", Untuned, buffers=("lead", "unit", "origin")),
+    Case("Untuned", Untuned, buffers=("z_minus_x", "grad_rms", "initial_sample")),
 ]
 PAIRED = [case for case in CASES if case.paired]
 
-# What all paths share is tested on two of them; test_kernels.py compares all four.
-every = pytest.mark.parametrize(
-    "case",
-    [
-        pytest.param(
-            case, marks=[pytest.mark.long] * (case.name in ("StormPlus foreach", "StormPlus fused"))
-        )
-        for case in CASES
-    ],
-    ids=lambda case: case.name,
-)
-every_paired = pytest.mark.parametrize("case", PAIRED, ids=lambda case: case.name)
-every_path = pytest.mark.parametrize("case", PAIRED[:3], ids=lambda case: case.name)
+# What all paths and rules share is tested on three of them, and in the long suite on all;
+# test_kernels.py compares the paths.
+QUICK = ("StormPlus plain", "StormPlus native", "Untuned")
+
+
+def over(cases):
+    params = [
+        pytest.param(case, marks=() if case.name in QUICK else pytest.mark.long, id=case.name)
+        for case in cases
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+every, every_paired, every_path = over(CASES), over(PAIRED), over(PAIRED[:3])
 
 
 def made(case, samples=12, dtype=torch.float64, named=False, **options):
@@ -179,14 +174,39 @@ def values(params):
     return [p.detach().clone() for p in params]
 
 
-def run_of(opt):
-    """The numbers of the run, as a checkpoint has them."""
-    return next(entry["run"] for entry in opt.state_dict()["state"].values() if "run" in entry)
+def shared_numbers(opt):
+    """What all parameters share, as a checkpoint has it."""
+    entries = opt.state_dict()["state"].values()
+    return next(entry["scalars"] for entry in entries if "scalars" in entry)
+
+
+def per_tensor(opt, name):
+    """A number of each parameter of Untuned, as a checkpoint has it."""
+    state = opt.state_dict()["state"]
+    return torch.stack([state[i][name] for i in range(len(opt.parameters()))])
+
+
+def step_sizes(opt):
+    """The step size of each parameter, or the one that all share."""
+    if isinstance(opt, PairedOptimizer):
+        return shared_numbers(opt)["step_size"]
+    return per_tensor(opt, "step_size")
 
 
 def everything(opt):
     """Parameters and state, copied."""
     return copy.deepcopy((values(opt.parameters()), opt.state_dict()["state"]))
+
+
+def state_tensors(opt):
+    """Every tensor of the state, by the parameter's number and its own name."""
+    entries = [opt.state[p] for p in opt.parameters()]
+    return {
+        (i, name): tensor
+        for i, entry in enumerate(entries)
+        for name, tensor in (entry | entry.get("scalars", {})).items()
+        if isinstance(tensor, torch.Tensor)
+    }
 
 
 def assert_same(a, b, where="state"):

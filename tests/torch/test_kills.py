@@ -43,7 +43,7 @@ def killed_and_resumed(folder, samples, kills, rng):
             saved = final_state(folder)
             assert saved["taken"] < samples
             pending += any(
-                s.get("run", {}).get("phase") == 2 for s in saved["opt"]["state"].values()
+                s.get("scalars", {}).get("phase") == 2 for s in saved["opt"]["state"].values()
             )
     process = start(folder, samples)
     out, _ = process.communicate()

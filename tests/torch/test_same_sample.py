@@ -1,6 +1,8 @@
 """Both evaluations of a sample: the same random numbers, and statistics that move once."""
 
 import copy
+import subprocess
+import sys
 import threading
 import time
 
@@ -113,26 +115,6 @@ def test_without_it_they_move_twice():
     model = network()
     train(model, "none")
     assert model[1].num_batches_tracked == 2 * len(X) - 1
-
-
-def test_spectral_norm_power_iteration_advances_once():
-    torch.manual_seed(0)
-    model = nn.utils.parametrizations.spectral_norm(nn.Linear(6, 4))
-    expected = copy.deepcopy(model)
-    opt = StormPlus(model.parameters(), lr=0.0)
-    for _ in range(4):
-        take(model, opt, X[0], "context")
-        expected(X[0])  # one forward pass a sample
-    for (name, a), b in zip(model.named_buffers(), expected.buffers()):
-        torch.testing.assert_close(a, b, msg=name)
-
-
-def test_evaluation_mode_is_left_alone():
-    model = network().eval()
-    before = buffers(model)
-    train(model, "closure")
-    assert not model.training
-    assert_equal(buffers(model), before)
 
 
 def test_expanded_and_missing_buffers():
@@ -294,6 +276,45 @@ def test_a_pending_pair_is_completed_with_its_own_random_numbers(saved):
     assert run.drawn[3] == run.drawn[1]
 
 
+RESUMED = """
+import copy
+import torch
+from stormplus import StormPlus, same_sample
+
+def make():
+    p, g = torch.nn.Parameter(torch.ones(3)), torch.Generator().manual_seed(1)
+    return p, g, StormPlus([p], replay_rng=[g])
+
+def backward(p, g):
+    p.grad = p.detach() + torch.randn(3, generator=g)
+
+p, g, opt = make()
+with same_sample(opt):
+    backward(p, g)
+    opt.estimate()
+with same_sample(opt):
+    backward(p, g)
+    opt.move()
+    weights, saved = copy.deepcopy((p.detach(), opt.state_dict()))
+    backward(p, g)
+    opt.estimate()
+q, h, resumed = make()
+q.data.copy_(weights)
+resumed.load_state_dict(saved)
+with same_sample(resumed):
+    backward(q, h)
+    resumed.estimate()
+assert torch.equal(opt.state[p]["estimator"], resumed.state[q]["estimator"])
+"""
+
+
+@pytest.mark.long
+def test_a_generator_is_set_back_when_a_run_is_resumed_between_the_halves():
+    # In a process of its own: set_state crashes torch 2.13 on a view with an offset.
+    done = subprocess.run([sys.executable, "-c", RESUMED], check=False, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
+
+
 def test_random_state_of_other_devices_is_refused():
     run = lost_pair()
     run.opt.pending_streams = torch.ones(7, dtype=torch.uint8)
@@ -337,7 +358,7 @@ def test_a_sample_cannot_be_entered_twice_and_leaves_no_hook_behind():
     opt = StormPlus([p])
     sample = same_sample(opt)
     with sample:
-        with pytest.raises(RuntimeError, match="entered already"), sample:
+        with pytest.raises(RuntimeError, match="is in use"), sample:
             pass
         p.grad = torch.ones(2)
         opt.estimate()
@@ -465,24 +486,6 @@ def test_no_lock_without_a_replay():
     runs = [Masks(replay_rng=False), Masks(replay_rng=False)]
     with pair_lock():
         at_once(lambda: runs[0].run("closure", 3), lambda: runs[1].run("halves", 3))
-
-
-def test_a_lock_that_is_not_let_go_is_told_of(monkeypatch):
-    monkeypatch.setattr("stormplus.torch.core.random.PATIENCE", 0.01)
-    held, told = threading.Event(), threading.Event()
-
-    def hold():
-        with pair_lock(), pair_lock():  # again by who holds it
-            held.set()
-            told.wait(10)
-
-    def wait():
-        held.wait(10)
-        threading.Timer(0.3, told.set).start()
-        with pytest.warns(RuntimeWarning, match="inside a pair for 0.01 seconds"), pair_lock():
-            pass
-
-    at_once(hold, wait)
 
 
 def test_the_lock_is_let_go_whatever_happens():

@@ -1,4 +1,4 @@
-"""test_native.py once more, under the sanitizers of addresses and of undefined behaviour."""
+"""The tests of the native backend, under the sanitizers of addresses and undefined behaviour."""
 
 import os
 import shutil
@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from stormplus.torch.core import kernels
+from stormplus.torch.kernels import native
 
 pytestmark = pytest.mark.long
 
 ROOT = Path(__file__).parents[2]
-SOURCE = Path(kernels.__file__).with_name("native.c")
+SOURCE = Path(native.__file__).with_name("native.c")
+TESTS = [ROOT / "tests/torch" / name for name in ("test_native.py", "test_kernels.py")]
 FLAGS = ["-g", "-O1", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fopenmp"]
 SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
@@ -21,16 +22,16 @@ SANITIZERS = ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 CODE = """
 import ctypes, sys
 import pytest
-from stormplus.torch.core import kernels
+from stormplus.torch.kernels import native
 
-kernels.NATIVE = kernels.Native(ctypes.CDLL(sys.argv[1]))
+native.LIBRARY = ctypes.CDLL(sys.argv[1])
 # Without capture, or what a sanitizer says before it ends the process would be lost.
 sys.exit(pytest.main(["-s", "-p", "no:cacheprovider", "-p", "no:xdist", *sys.argv[2:]]))
 """
 
 
 def run_tests(source, folder, *arguments):
-    """Compile with the sanitizers and run test_native.py in a process that has them."""
+    """Compile with the sanitizers and run the tests in a process that has them."""
     compiler = shutil.which("gcc") or pytest.skip("gcc's sanitizers are used")
     found = [
         subprocess.run(
@@ -43,7 +44,7 @@ def run_tests(source, folder, *arguments):
     library = folder / "sanitized.so"
     subprocess.run([compiler, *FLAGS, *SANITIZERS, "-o", library, source], check=True)
     return subprocess.run(
-        [sys.executable, "-c", CODE, library, ROOT / "tests/torch/test_native.py", *arguments],
+        [sys.executable, "-c", CODE, library, *TESTS, *arguments],
         cwd=ROOT,
         # Python's own memory at exit is none of ours.
         env=os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"},
@@ -54,8 +55,8 @@ def run_tests(source, folder, *arguments):
     )
 
 
-def test_they_find_nothing(tmp_path):
-    done = run_tests(SOURCE, tmp_path)
+def test_the_sanitizers_find_nothing(tmp_path):
+    done = run_tests(SOURCE, tmp_path, "-k", "native")
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout
 
@@ -64,14 +65,14 @@ def test_they_find_nothing(tmp_path):
     ("right", "wrong", "found"),
     [
         ("i < n; i++", "i <= n; i++", "AddressSanitizer: heap-buffer-overflow"),
-        ("/ CHUNK; ", "/ CHUNK + (INT64_MAX - 1); ", "runtime error: signed integer overflow"),
+        ("/ CHUNK;", "/ CHUNK + (INT64_MAX - 1);", "runtime error: signed integer overflow"),
     ],
     ids=["address", "undefined"],
 )
-def test_they_would_find_a_mistake(tmp_path, right, wrong, found):
+def test_the_sanitizers_would_find_a_mistake(tmp_path, right, wrong, found):
     source, broken = SOURCE.read_text(), tmp_path / "broken.c"
     assert right in source
     broken.write_text(source.replace(right, wrong))
-    done = run_tests(broken, tmp_path, "-k", "each_pass_equals and float32", "-x")
+    done = run_tests(broken, tmp_path, "-k", "equals_the_plain_one and native and float32", "-x")
     assert done.returncode != 0
     assert found in done.stdout + done.stderr

@@ -1,7 +1,10 @@
 """bf16 autocast, and fp16 with a loss scale that overflows in either evaluation."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
+from optimizers import halves
 from torch import nn
 
 from stormplus import StormPlus, same_sample, scaled_step
@@ -81,6 +84,35 @@ def test_autocast_follows_full_precision(dtype):
     assert run.opt.state[run.model[0].weight]["estimator"].dtype == torch.float32
     if dtype == torch.bfloat16:  # which needs no scaling
         same(plain_run(autocast=True)[0], expected, 0.1)
+
+
+@pytest.mark.parametrize("way", ["step", "closure", "context", "halves"])
+def test_a_step_inside_an_autocast_region_sees_the_new_weights(way):
+    # Autocast caches the weights that it has cast. Without noise d is the gradient where we are.
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 1))
+    opt = StormPlus(model.parameters())
+
+    def closure():
+        opt.zero_grad()
+        loss = nn.functional.smooth_l1_loss(model(X[0]).float(), Y[0])
+        loss.backward()
+        return loss
+
+    for _ in range(5):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            if way == "step":
+                opt.step(closure)
+            elif way == "closure":
+                opt.step(same_sample(opt, model)(closure))
+            else:
+                with same_sample(opt, model) if way == "context" else nullcontext():
+                    halves(opt, closure)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            closure()
+        g = torch.cat([p.grad.flatten() for p in model.parameters()])
+        d = torch.cat([opt.state[p]["estimator"].flatten() for p in model.parameters()])
+        torch.testing.assert_close(d, g, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,12 @@ try:
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"the PyTorch optimizers need torch: {how_to('torch')}") from error
 
+from stormplus.torch._base import BaseOptimizer as BaseOptimizer
+from stormplus.torch._rng import pair_lock as pair_lock
 from stormplus.torch.batchnorm import recalibrate as recalibrate
-from stormplus.torch.core.base import BaseOptimizer as BaseOptimizer
-from stormplus.torch.core.random import pair_lock as pair_lock
-from stormplus.torch.loops import same_sample as same_sample
-from stormplus.torch.loops import scaled_step as scaled_step
-from stormplus.torch.loops import verify_closure as verify_closure
+from stormplus.torch.closures import same_sample as same_sample
+from stormplus.torch.closures import scaled_step as scaled_step
+from stormplus.torch.closures import verify_closure as verify_closure
 from stormplus.torch.storm import PairedOptimizer as PairedOptimizer
 from stormplus.torch.storm import SimplifiedStormPlus as SimplifiedStormPlus
 from stormplus.torch.storm import Storm as Storm

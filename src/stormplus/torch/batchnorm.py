@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stormplus.torch.core.random import RunningStatistics
+from stormplus.torch._rng import RunningStatistics
 
 
 def recalibrate(
@@ -92,7 +92,7 @@ def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
         with torch.no_grad():
             yield norms
     except BaseException:
-        before.put_back()
+        before.restore()
         raise
     finally:
         for module, mode in modes:

@@ -1,8 +1,8 @@
 """STORM+, simplified STORM+ and STORM: one template, three rules.
 
-`x_{t+1}`, `a_{t+1}` and `eta_t` are known before the sample `xi_{t+1}` is drawn. So the
-first gradient of a sample is taken at x_t, the parameters move, the estimator drops what
-it no longer needs, and the second gradient completes it: no previous iterate is stored.
+`x_{t+1}`, `a_{t+1}` and `eta_t` are known before the sample `xi_{t+1}` is drawn. So the first
+gradient of a sample is taken at x_t, the parameters move, the estimator drops what it no longer
+needs, and the second gradient completes it: no previous iterate is stored.
 
     phase    the next call    what it does
     START    estimate         d <- g
@@ -14,174 +14,130 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
-from itertools import chain
-from numbers import Real
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
-from torch.optim import optimizer as torch_optimizer
+from torch.optim import optimizer as _hooks
 
 from stormplus import rules
-from stormplus.rules import NORMS, Rule, Sum, Sums, check_choice, describe
-from stormplus.torch.core.base import BaseOptimizer
-from stormplus.torch.core.kernels import Number, kernels_for, undo_estimate
-from stormplus.torch.core.random import RandomStreams, pair_lock
-from stormplus.torch.core.state import JOINED, Buffer, State
-from stormplus.torch.core.tensors import (
-    Bundle,
-    FreshGradients,
-    Roster,
-    Totals,
-    blame,
-    evaluate_and_look,
-)
+from stormplus.rules import Rule, Sum, Sums, describe
+from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
+from stormplus.torch._checkpoint import BufferSpec
+from stormplus.torch._checks import closure_needed
+from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
+from stormplus.torch._tensors import Number, Objective, State, TensorGroup
+from stormplus.torch.kernels import plain
+from stormplus.trainers import check_trainer
 
 START, READY, PENDING = 0, 1, 2
 
-_RETRY = {  # by whether the parameters are where they were
-    True: "nothing has moved: go on with another sample",
-    False: "the parameters have moved and the step is pending: evaluate the same sample again "
-    "and call estimate(), or go on with step(closure), which restarts the estimator",
-}
+_RETRY = (
+    "the parameters have moved and the step is pending: evaluate the same sample again and call "
+    "estimate(), or go on with step(closure), which restarts the estimator"
+)
 
 
-class PairedOptimizer(BaseOptimizer):
-    """SGD with corrected momentum; a rule says what the gain and the step size are.
+class PairedOptimizer(RandomReplay, BaseOptimizer):
+    """SGD with corrected momentum; a rule computes the gain and the step size.
 
-    `opt.step(closure)` takes one sample. The closure zeroes the gradients, computes the
-    loss, calls backward and returns the loss; it is called once on the first step and
-    twice, on the same sample, on every later one. A subclass has a `rule`, and that is all.
+    `opt.step(closure)` takes one sample. The closure zeroes the gradients, computes the loss, calls
+    backward and returns the loss; it is called once on the first step and twice, on the same
+    sample, on every later one. A subclass has a `rule`, and that is all.
 
-    A pass hook (`register_pass_hook`) is told of "before_move" (`.grad` holds g~), "after_move",
-    "before_estimate" (`.grad` holds g), "after_estimate"; of "failed" when a pass has met a
-    number that is not finite, or no gradient at all, and has changed nothing; of "restarted"
-    when the estimator is given up.
+    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
+    which skips the sample without waiting, one step late.
+
+    Pass hooks get "before_move" (`.grad` holds g~), "after_move", "before_estimate" (`.grad` holds
+    g), "after_estimate", "failed" (a pass has changed nothing) and "restarted".
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()` (errors then have names).
-        lr: Multiplies eta_t in the move, per group, and enters no rule: the paper's
-            "initial step-size". A number or a tensor, and any scheduler works; the value
-            that counts is the one in force when the parameters move.
-        weight_decay: L2 regularisation, part of the objective, or, with
-            `decoupled_weight_decay`, x <- x - lr eta_t (d + weight_decay x). Per group.
+        lr: Multiplies eta_t in the move, per group, and enters no rule: the paper's "initial
+            step-size". What counts is its value when the parameters move.
+        unit: The unit of the gradient. The rule sees g / unit and d / unit, and the move is
+            lr eta_t d / unit, as if the loss were divided by `unit`. 1.0 is the paper. "first" is
+            the norm of the first gradient that is not zero: nothing depends on the scale of the
+            loss, and `lr` is about the length of the first move.
+        weight_decay: L2 regularisation, part of the objective, or, with `decoupled_weight_decay`,
+            x <- x - lr eta_t (d / unit + weight_decay x). Per group.
         decoupled_weight_decay: See `weight_decay`.
         maximize: Maximize the objective instead.
-        norm: What |.|^2 means in the rules: "raw" (the paper), or "mean", divided by the
-            number of trainable elements.
-        scope: Which parameters share the sums: "global" (the paper), "group" or "tensor".
-        foreach: torch's multi-tensor operations; by default where they are faster.
-        fused: Compiled kernels; `torch.compile` needs a C++ compiler for them.
-        replay_rng: Let both evaluations of `step` see the same random numbers (dropout). A
-            list of `torch.Generator` names streams to replay beside torch's own. torch's own
-            belong to all threads: pairs take turns, and a thread that draws beside them must
-            do so under `stormplus.pair_lock`, or from a generator of its own. False, where
-            closures draw nothing, lets pairs of several threads run at once.
-        check_finite: Raise `FloatingPointError` on a gradient that is not finite, before
-            harm is done. False saves one read of the gradient and every wait for the device.
-        max_move: Beyond the paper: a bound on lr eta_t |d_t|, with |d_t| over the parameters
-            that share the sums. Decoupled weight decay comes on top. Per group.
+        foreach: As in torch.optim; by default the fastest way is chosen from the tensors.
+        replay_rng: Let both evaluations see the same random numbers: torch's own streams, which
+            belong to all threads (see `stormplus.pair_lock`), and those of a list of generators.
+        check_finite: Detect gradients that are not finite; False saves one read of them.
     """
 
     rule: Rule
-    _numbers: ClassVar[dict[str, float]] = {
-        "step": 0.0,
-        "sum_g_sq": 0.0,
-        "sum_g_sq_lost": 0.0,
-        "sum_d_sq_over_a": 0.0,
-        "sum_d_sq_over_a_lost": 0.0,
-        "gain": 1.0,  # a_1
-        "step_size": 0.0,
-        "grad_norm_sq": 0.0,
-        "estimator_norm_sq": 0.0,
-    }
-    _shown = (
-        "step",
-        "gain",
-        "step_size",
-        "grad_norm",
-        "estimator_norm",
-        "sum_g_sq",
-        "sum_d_sq_over_a",
+    _shared_numbers: ClassVar[dict[str, float]] = {"gain": 1.0} | dict.fromkeys(
+        [
+            *("step", "step_size", "grad_norm_sq", "estimator_norm_sq", "grad_evaluations"),
+            *("sum_g_sq", "sum_g_sq_lost", "sum_d_sq_over_a", "sum_d_sq_over_a_lost"),
+            "unit",  # 0 until it is known
+            *("skip", "skipped"),  # on a device: skip the pending sample? How many were skipped?
+        ],
+        0.0,
     )
-    _kept = ("rule", "_norm", "_generators")
-    _absent: ClassVar[dict[str, str]] = {
-        "learning_rate": "it is called lr",
-        "momentum": "the momentum sets itself, from the gradients that the run measures",
-        "betas": "the momentum sets itself, from the gradients that the run measures",
-    }
-    _looked = False  # whether the closure was seen to zero the gradients
+    _attributes = ("rule", "_unit", "_replay_rng")
 
     def __init__(
         self,
         params: Any,
         lr: float | Tensor = 1.0,
         *,
+        unit: float | str = 1.0,
         weight_decay: float = 0.0,
         decoupled_weight_decay: bool = False,
         maximize: bool = False,
-        norm: str = "raw",
-        scope: str = "global",
         foreach: bool | None = None,
-        fused: bool | None = None,
         replay_rng: bool | Iterable[torch.Generator] = True,
         check_finite: bool = True,
-        max_move: float | None = None,
     ) -> None:
-        check_choice("norm", norm, NORMS)
-        self._norm, self._generators = norm, _Generators(replay_rng)
+        self._unit = rules.check_unit(unit)
+        self._replay_rng = check_generators(replay_rng)
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,
             "decoupled_weight_decay": decoupled_weight_decay,
             "maximize": maximize,
-            "max_move": max_move,
             "foreach": foreach,
-            "fused": fused,
         }
-        super().__init__(
-            params,
-            defaults,
-            buffers={"estimator": Buffer()},
-            scope=scope,
-            check_finite=check_finite,
-        )
+        buffers = {"estimator": BufferSpec()}
+        super().__init__(params, defaults, buffers=buffers, check_finite=check_finite)
 
     # -- a step ----------------------------------------------------------------------------------
 
     @_disable_dynamo  # as torch.compiler.disable, without its two seconds of import
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one sample: one evaluation on the first call, two on every later one.
+        """Take one sample and return its first loss: two evaluations, on the first call one.
 
         Args:
-            closure: Zeroes the gradients, computes the loss of ONE sample, calls backward
-                and returns the loss. It must see the same sample each time it is called.
-
-        Returns:
-            The loss of the first evaluation.
+            closure: Zeroes the gradients, computes the loss of ONE sample, calls backward and
+                returns the loss. It must see the same sample each time it is called.
         """
         if closure is None:
             raise TypeError(closure_needed(self))
+        if not self._trainer_checked:
+            self._trainer_checked = True
+            check_trainer(self)
+        if self._keeper.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("a CUDA graph cannot call a closure: capture move() and estimate()")
         evaluate = torch.enable_grad()(closure)
         with self.lock():
             streams = self.random_streams()
-            if self._run["phase"] == PENDING:  # left halfway, and that sample is gone
+            if self.pending:  # interrupted, and that sample is gone
                 self.restart()
             loss = evaluate()
-            if self._run["phase"] == START:
+            if not self.started:
                 self._estimate()
                 return loss
-            roster = self._move()
+            self._move()
             if self.replays_rng:
                 streams.rewind()
-            fresh = FreshGradients(roster.params)
+            fresh = FreshGradients([info.p for info in self._infos])
             try:
-                if self._looked:
-                    evaluate()
-                else:  # once, at the first pair that can tell
-                    self._looked = evaluate_and_look(evaluate, roster.params)
+                evaluate()
                 fresh.check()
                 self._estimate()
             except BaseException:
@@ -190,91 +146,122 @@ class PairedOptimizer(BaseOptimizer):
             return loss
 
     @torch.no_grad()
-    def _move(self) -> Roster:
-        self._tell("before_move")
-        roster = self._roster()
-        bundles = roster.bundles()
-        self._require_gradient(bundles)
-        bundles = [bundle for bundle in bundles if not bundle.joining]
-        if self._check_finite:
-            self._probe(bundles, roster)
-        self._run["phase"] = START  # a pass that is interrupted leaves no estimator
-        now = self._now()
-        for bundle in bundles:  # Alg. 1, line 4, and the bracket of line 6
-            kernels_for(bundle).move(bundle, self._alpha(bundle, now))
-        self._run["phase"] = PENDING
-        self._run["grad_evaluations"] += 1
-        self.pending_streams = None  # unless somebody knows better: see `same_sample`
-        self._tell("after_move")
-        return roster
+    def _move(self) -> None:
+        if self._pass_hooks:
+            self._notify("before_move")
+        groups = [group for group in self._tensor_groups() if not group.first]
+        skip = self._find_nonfinite(groups)
+        if skip is not None:
+            self._shared.rows["skip"].copy_(skip)  # `estimate` skips the same sample
+        self._scalars["phase"] = START  # an interrupted pass leaves no estimator
+        now = self._numbers()
+        eta = now["step_size"]
+        eta_over_unit = eta / self._nonzero_unit(now["unit"])  # beyond the paper: the unit
+        for group in groups:  # Alg. 1, line 4, and the bracket of line 6
+            # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
+            lr = _learning_rate(group.options, eta)
+            if group.options["decoupled_weight_decay"]:
+                _decay(group, lr * eta * group.options["weight_decay"], skip)
+            alpha = lr * eta_over_unit
+            group.kernels.move(group, _on(alpha, group.device), _on(skip, group.device))
+        # The second evaluation must not use weights that autocast has cast before the move.
+        torch.clear_autocast_cache()
+        self._scalars["phase"] = PENDING
+        self.pending_streams = None  # unless `same_sample` knows better
+        if self._pass_hooks:
+            self._notify("after_move")
 
     @torch.no_grad()
     def _estimate(self) -> None:
-        self._tell("before_estimate")
-        roster = self._roster(look=self._run["phase"] != PENDING)  # else `_move` has looked
-        run = self._run
-        bundles = roster.bundles()
-        self._require_gradient(bundles)
-        phase = run["phase"]
-        run["phase"] = START  # a pass that is interrupted leaves no estimator
-        totals, now = Totals(2, roster, run["step"]), self._now()
-        for bundle in bundles:  # Alg. 1, line 6, or line 1
-            kernels_for(bundle).estimate(
-                bundle,
-                self._keep(bundle, now),
-                totals.room(bundle),
-                first=phase == START or bundle.joining,
-                guard=self._check_finite,
+        if self._pass_hooks:
+            self._notify("before_estimate")
+        phase, groups = self._scalars["phase"], self._tensor_groups()
+        self._scalars["phase"] = START  # an interrupted pass leaves no estimator
+        now, on_host, skip = self._numbers(), self._shared.on_host, None
+        if self._check_finite and not on_host:
+            skip = (now["skip"] > 0) & (phase == PENDING)
+        norms = []
+        for group in groups:  # Alg. 1, line 6, or line 1
+            squares = group.kernels.estimate(
+                group,
+                _on(1 - now["gain"], group.device),
+                first=phase == START or group.first,
+                finite_only=self._check_finite,
+                skip=_on(skip, group.device),
             )
-        squares = totals.sum()
-        on_host = now is not run
-        with np.errstate(all="ignore"):  # what is not finite is found below
-            new = self._next_numbers(now, squares.numpy() if on_host else squares, roster)
-        # A table first: a rule may hand on a number that it was given, and those change below.
-        table: Any = np.array(list(new.values())) if on_host else torch.stack(list(new.values()))
-        finite: Any = (np.isfinite(table) if on_host else torch.isfinite(table)).all(0)
-        if self._check_finite and not bool(finite.all()):  # waits for the device
-            if phase != START:
-                for bundle in (bundle for bundle in bundles if not bundle.joining):
-                    undo_estimate(bundle, self._keep(bundle, now))
-            run["phase"] = phase
-            self._tell("failed")
-            raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[phase == START]}")
-        buckets = {bundle.bucket for bundle in bundles}
-        if len(buckets) < len(finite):  # the others have had no gradient
-            seen: Any = np.array([i in buckets for i in range(len(finite))])
-            if not on_host:
-                seen = torch.from_numpy(seen).to(finite.device, non_blocking=True)
-            finite = finite & seen
-        for name, value in zip(new, table):
-            if on_host:
-                np.copyto(now[name], value, where=finite)
-            else:
-                run[name] = torch.where(finite, value, run[name])
-        for item in chain.from_iterable(bundle.items for bundle in bundles if bundle.joining):
-            item.state["joined"] = JOINED
-        run["phase"] = READY
-        run["grad_evaluations"] += 1
-        self._opt_called = True  # what lr_scheduler looks for before it warns
-        self._tell("after_estimate")
+            norms.append((group.process_groups, squares))
+        totals = self._total(norms, (2,), agree=self._check_finite)
+        g_sq, d_sq = totals.tolist() if on_host else totals
+        try:
+            new = self._next_numbers(now, g_sq, d_sq)
+        except (OverflowError, ZeroDivisionError):  # Python's floats raise, tensors become inf
+            new = {"step": math.inf}
+        new["grad_evaluations"] = now["grad_evaluations"] + (1 if phase == START else 2)
+        if not on_host:
+            self._write_on_device(new, skip)
+        elif all(map(math.isfinite, new.values())):
+            for name, value in new.items():
+                self._shared.rows[name][0] = value
+        elif self._check_finite:
+            for group in groups:
+                if phase == PENDING and not group.first:
+                    plain.undo_estimate(group, 1 - now["gain"])
+            self._scalars["phase"] = phase
+            self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
+        for column in (column for group in groups if group.first for column in group.columns):
+            self._infos[column].state["started"] = 1
+        self._scalars["phase"] = READY
+        self._opt_called = True  # lr_scheduler warns without it
+        if self._pass_hooks:
+            self._notify("after_estimate")
 
-    def _next_numbers(self, run: State, squares: Any, roster: Roster) -> dict[str, Any]:
-        """Alg. 1, line 3, for every bucket at once, on arrays or on tensors."""
-        g_sq, d_sq = squares
-        size: Any = 1
-        if self._norm == "mean":
-            # Beyond the paper: the recipe of the authors' published code.
-            size = roster.sizes_like(g_sq)
-        t = run["step"] + 1
+    def _tensor_groups(self) -> list[TensorGroup]:
+        """Sort the parameters that take part by options, backend, device, dtype and shards.
+
+        Beyond the paper: a parameter whose first gradient comes later than that of others takes
+        d = g then. From then on a missing gradient is a gradient of zero.
+        """
+        groups: dict[tuple[int, bool], TensorGroup] = {}
+        for info, kernels, x, g, state in self._participants(missing_is_zero=True):
+            key = info.group_key, not info.state["started"]
+            group = groups.get(key)
+            if group is None:
+                group = TensorGroup(info.options, kernels, x.device, info.process_groups, key[1])
+                group.objective, groups[key] = _objective(info.options), group
+            group.columns.append(info.column)
+            group.params.append(x)
+            group.grads.append(g)
+            group.estimators.append(state["estimator"])
+        if not any(info.p.grad is not None for info in self._infos if info.p.requires_grad):
+            self._notify("failed")
+            raise RuntimeError(
+                "no parameter has a gradient: the closure must call loss.backward() every time"
+            )
+        return list(groups.values())
+
+    def _numbers(self) -> State:
+        """Return the numbers of the run by name: floats on the CPU, tensors elsewhere."""
+        shared = self._shared
+        column = shared.table[:, 0].tolist() if shared.on_host else [row[0] for row in shared.table]
+        return dict(zip(shared.names, column))
+
+    def _next_numbers(self, now: State, g_sq: Any, d_sq: Any) -> dict[str, Any]:
+        """Alg. 1, line 3, on floats or on tensors."""
+        # Beyond the paper: the rule sees the loss divided by `unit`.
+        unit_here = g_sq**0.5 if self._unit == "first" else self._unit
+        unit = now["unit"] + (now["unit"] == 0) * unit_here
+        scale = self._nonzero_unit(unit) ** 2
+        t = now["step"] + 1
         sums = Sums(
-            Sum(run["sum_g_sq"], run["sum_g_sq_lost"]),
-            Sum(run["sum_d_sq_over_a"], run["sum_d_sq_over_a_lost"]),
+            Sum(now["sum_g_sq"], now["sum_g_sq_lost"]),
+            Sum(now["sum_d_sq_over_a"], now["sum_d_sq_over_a_lost"]),
         )
-        sums, a, eta = self.rule(sums, g_sq / size, d_sq / size, t)
+        sums, a, eta = self.rule(sums, g_sq / scale, d_sq / scale, t)
         return {
             "step": t,
             "gain": a,
             "step_size": eta,
+            "unit": unit,
             "grad_norm_sq": g_sq,
             "estimator_norm_sq": d_sq,
             "sum_g_sq": sums.sum_g_sq.value,
@@ -283,184 +270,107 @@ class PairedOptimizer(BaseOptimizer):
             "sum_d_sq_over_a_lost": sums.sum_d_sq_over_a.lost,
         }
 
-    def _alpha(self, bundle: Bundle, run: State) -> Number:
-        """The factor of d in the move."""
-        bucket = bundle.bucket
-        eta, d_sq = run["step_size"][bucket], run["estimator_norm_sq"][bucket]
-        lr, bound = bundle.group["lr"], bundle.group["max_move"]
-        # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis. And
-        # lr eta |d| <= max_move, with |d| over the bucket.
-        if run is not self._run:
-            alpha = float(lr) * float(eta)
-            return min(alpha, bound / math.sqrt(d_sq)) if bound is not None and d_sq > 0 else alpha
-        if isinstance(lr, Tensor):
-            lr = lr.to(eta, non_blocking=True).reshape(())
-        scaled: Tensor = lr * eta
-        if bound is not None:
-            scaled = torch.minimum(scaled, bound / d_sq.sqrt())
-        return scaled.to(bundle.device, non_blocking=True)
+    def _nonzero_unit(self, unit: Number) -> Number:
+        """Return the unit in use: 1 until the first gradient that is not zero."""
+        return unit + (unit == 0) if self._unit == "first" else self._unit
 
-    def _keep(self, bundle: Bundle, run: State) -> Number:
-        """The factor of the innovation in the estimate, 1 - a."""
-        keep = 1 - run["gain"][bundle.bucket]
-        if isinstance(keep, Tensor):
-            return keep.to(bundle.device, non_blocking=True)
-        return float(keep)
-
-    def _now(self) -> State:
-        """The numbers of the run: on the host arrays, which are faster, elsewhere tensors."""
-        step = self._run["step"]
-        # A fake tensor is of another type.
-        on_host = step.device.type == "cpu" and type(step) is Tensor
-        return self._views.of(self._run) if on_host else self._run
-
-    def _require_gradient(self, bundles: list[Bundle]) -> None:
-        """One that is missing is zero; if all are, half a pair would be missing."""
-        if not any(bundle.has_grad for bundle in bundles):
-            self._tell("failed")
-            raise RuntimeError(
-                "no parameter has a gradient: the closure must call loss.backward(), each time "
-                "that it is called"
-            )
-
-    def _probe(self, bundles: list[Bundle], roster: Roster) -> None:
-        """Refuse a first gradient that is not finite: nothing has moved yet."""
-        found = [kernels_for(bundle).probe(bundle) for bundle in bundles]
-        if any(roster.process_groups) or any(isinstance(number, Tensor) for number in found):
-            totals = Totals(1, roster, self._run["step"])
-            for bundle, number in zip(bundles, found):
-                totals.room(bundle)[0] += number
-            found = [totals.sum().sum()]
-        if not all(map(math.isfinite, found)):  # waits for the device
-            self._tell("failed")
-            raise FloatingPointError(f"{blame(self.param_groups)}; {_RETRY[True]}")
+    def _write_on_device(self, new: State, skip: Tensor | None) -> None:
+        """Write the new numbers without reading them, unless the sample is skipped."""
+        one = torch.ones_like(new["gain"])
+        # If only the second gradient is not finite, a gain of 1 and a step size of 0 restart the
+        # estimator: the next sample does not move the parameters, and sets d to its gradient.
+        restart = {"gain": one, "step_size": 0 * one} if self._check_finite else {}
+        finite = self._shared.write_if_finite(new, restart, skip)
+        if skip is not None:
+            self._shared.add("skipped", skip | ~finite)
+            self._skips.start_copy(self._shared.rows["skipped"][0])
 
     # -- the two halves, for loops that own their backward passes --------------------------------
 
     @property
     def started(self) -> bool:
         """Whether there is an estimator: if not, the next sample takes one evaluation."""
-        self._notice_emptied()
-        return bool(self._run["phase"] != START)
+        return bool(self._scalars["phase"] != START)
 
     @property
     def pending(self) -> bool:
         """Whether the parameters have moved and the second evaluation is still to come."""
-        self._notice_emptied()
-        return bool(self._run["phase"] == PENDING)
+        return bool(self._scalars["phase"] == PENDING)
 
     def move(self) -> None:
-        """First half of a step: call it when `.grad` holds the new sample's first gradient.
-
-        Afterwards the parameters are at the next point: evaluate the same sample again
-        and call `estimate()`.
-        """
-        if self.pending or not self.started:
-            raise RuntimeError(
-                "move() comes after estimate(): "
-                + (
-                    "evaluate the same sample again and call estimate(), or drop it with restart()"
-                    if self.pending
-                    else "on the first sample (opt.started is False) call only estimate()"
-                )
-            )
-        self._run_hooks(torch_optimizer._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
+        """First half of a step, from the sample's first gradient; `estimate()` is the second."""
+        if self.pending:
+            raise RuntimeError("move() was called: evaluate the same sample and call estimate()")
+        if not self.started:
+            raise RuntimeError("on the first sample (opt.started is False) call only estimate()")
+        self._run_hooks(_hooks._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
         self._move()
 
     def estimate(self) -> None:
         """Second half of a step, and the whole of the first one: `d` from the gradient here."""
-        if self.started and not self.pending:
-            raise RuntimeError(
-                "estimate() comes after move(): evaluate a new sample, call move(), evaluate "
-                "the same sample again, then call estimate()"
-            )
+        if self._scalars["phase"] == READY:
+            raise RuntimeError("estimate() comes after move(), on the same sample")
         if not self.started:
-            self._run_hooks(
-                torch_optimizer._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks
-            )
+            self._run_hooks(_hooks._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
         self._estimate()
-        self._run_hooks(
-            self._optimizer_step_post_hooks, torch_optimizer._global_optimizer_post_hooks
-        )
+        self._run_hooks(self._optimizer_step_post_hooks, _hooks._global_optimizer_post_hooks)
 
     def restart(self) -> None:
-        """Forget the estimator: the next sample takes one evaluation, d <- g. Sums are kept."""
-        # Beyond the paper: for when x was changed from outside, or a sample lost halfway.
-        self._run["phase"] = START
-        self._tell("restarted")
+        """Drop the estimator: the next sample takes one evaluation, d <- g. The sums are kept."""
+        # Beyond the paper: for when x was changed from outside, or a sample was interrupted.
+        self._scalars["phase"] = START
+        self._notify("restarted")
 
-    def _run_hooks(self, *hooks: dict[int, Callable[..., Any]]) -> None:
-        for hook in chain.from_iterable(table.values() for table in hooks):
-            hook(self, (), {})
+    def _run_hooks(self, *tables: dict[int, Callable[..., Any]]) -> None:
+        for table in tables:
+            for hook in table.values():
+                hook(self, (), {})
 
-    # -- what others may stand on: observers, same_sample, trainers ------------------------------
+    # -- for observers, same_sample and trainers -------------------------------------------------
+
+    def diagnostics(self) -> dict[str, float]:
+        """Return where the run stands, in plain floats. Reading them waits for the device."""
+        (numbers,) = self._shared.snapshot()
+        found = {name: float(value) for name, value in numbers.items()}
+        return {name: found[name] for name in ("step", "gain", "step_size")} | {
+            "grad_norm": found["grad_norm_sq"] ** 0.5,
+            "estimator_norm": found["estimator_norm_sq"] ** 0.5,
+            "sum_g_sq": found["sum_g_sq"] + found["sum_g_sq_lost"],
+            "sum_d_sq_over_a": found["sum_d_sq_over_a"] + found["sum_d_sq_over_a_lost"],
+            "unit": found["unit"] or (1.0 if self._unit == "first" else float(self._unit)),
+            "grad_evaluations": found["grad_evaluations"] + self.pending,
+        }
+
+    @property
+    def grad_evaluations(self) -> int:
+        """How many gradients have been used. Reading it waits for the device."""
+        return super().grad_evaluations + self.pending
 
     def has_estimator(self, p: Tensor) -> bool:
-        """Whether a parameter takes part: it is trainable and has had a gradient."""
-        return p.requires_grad and bool(self.state.get(p, {}).get("joined") == JOINED)
+        """Return whether a parameter takes part: it is trainable and has had a gradient."""
+        return p.requires_grad and bool(self.state.get(p, {}).get("started"))
 
-    @property
-    def replays_rng(self) -> bool:
-        """Whether both evaluations are to see the same random numbers."""
-        return self._generators.replay
-
-    def lock(self) -> AbstractContextManager[None]:
-        """What a pair of this optimizer is evaluated under; nothing if no stream is rewound."""
-        return pair_lock() if self.replays_rng else nullcontext()
-
-    def random_streams(self) -> RandomStreams:
-        """Where the random streams stand that an evaluation may draw from."""
-        return RandomStreams(self._roster(look=False).devices, self._generators.own)
-
-    @property
-    def pending_streams(self) -> Tensor | None:
-        """Where the random streams of the pending sample began, packed; None if unknown."""
-        packed: Tensor = self._run["rng"]
-        return packed if bool(packed.any()) else None
-
-    @pending_streams.setter
-    def pending_streams(self, packed: Tensor | None) -> None:
-        self._run["rng"] = torch.zeros_like(self._run["rng"]) if packed is None else packed
-
-    # -- what the base asks for ------------------------------------------------------------------
+    # -- what the base class needs ---------------------------------------------------------------
 
     def _identity(self) -> dict[str, Any]:
-        rule = getattr(self, "rule", None)  # None is refused: a subclass has one
-        return describe(rule) | {"norm": self._norm, "scope": self._scope}
+        rule = getattr(self, "rule", None)  # `describe` rejects None: a subclass has a rule
+        return describe(rule) | {"unit": self._unit}
 
-    def _begin(self) -> State:
-        # The distributed checkpoint loads only what is there already: so there is room for the
-        # random streams of a pending sample from the start.
-        rng = torch.zeros(self.random_streams().size, dtype=torch.uint8)
-        return {"phase": START, "grad_evaluations": 0, "rng": rng}
-
-    def _check_options(self, group: dict[str, Any]) -> None:
-        bound = group["max_move"]
-        if bound is not None and not (isinstance(bound, Real) and 0 < float(bound) < math.inf):
-            raise ValueError(
-                f"max_move must be a positive number or None (no bound), got {bound!r}"
-            )
-        if group["foreach"] and group["fused"]:
-            raise ValueError("foreach and fused are two ways of doing the same: ask for one")
-
-    def _check_saved(self, state_dict: State) -> None:
-        """What the base refuses is all there is to refuse."""
+    def _initial_scalars(self) -> State:
+        # The distributed checkpoint loads only what exists already, so the random streams of a
+        # pending sample have their place from the start.
+        rng = torch.zeros(self.random_streams().size, dtype=torch.uint8, device="cpu")
+        return {"phase": START, "rng": rng}
 
 
 class StormPlus(PairedOptimizer):
-    """STORM+, Algorithm 1 of Levy, Kavis and Cevher (NeurIPS 2021).
-
-    The arguments are those of `PairedOptimizer`.
-    """
+    """STORM+, Algorithm 1 of Levy, Kavis and Cevher (NeurIPS 2021); see `PairedOptimizer`."""
 
     rule = rules.StormPlusRule()
 
 
 class SimplifiedStormPlus(PairedOptimizer):
-    """Simplified STORM+, Sec. 4.2 of the paper: the gain is t^(-2/3), whatever is measured.
-
-    The arguments are those of `PairedOptimizer`.
-    """
+    """Simplified STORM+, Sec. 4.2 of the paper: the gain is t^(-2/3); see `PairedOptimizer`."""
 
     rule = rules.SimplifiedStormPlusRule()
 
@@ -469,13 +379,13 @@ class Storm(PairedOptimizer):
     """STORM (Cutkosky and Orabona, NeurIPS 2019), which must know the smoothness.
 
     Args:
-        params: As for `PairedOptimizer`.
-        lr: As for `PairedOptimizer`.
+        params: See `PairedOptimizer`.
+        lr: See `PairedOptimizer`.
         theta: Numerator of the step size.
         w: Offset under its cube root.
         c: Factor of the gain.
         smoothness: L, the smoothness of the objective.
-        **options: Every other argument of `PairedOptimizer`.
+        **options: See `PairedOptimizer`.
     """
 
     def __init__(
@@ -493,42 +403,33 @@ class Storm(PairedOptimizer):
         super().__init__(params, lr, **options)
 
 
-class _Generators:
-    """The random streams to replay: torch's own, and the user's."""
-
-    def __init__(self, replay_rng: bool | Iterable[torch.Generator]) -> None:
-        self.replay = replay_rng is not False
-        given: Any = () if isinstance(replay_rng, bool) else replay_rng
-        self.own = tuple(given) if isinstance(given, Iterable) else (given,)
-        for generator in self.own:
-            if not isinstance(generator, torch.Generator):
-                raise TypeError(
-                    "replay_rng must be True, False or a list of torch.Generator, "
-                    f"got {generator!r}"
-                )
-
-    def __deepcopy__(self, memo: Any) -> _Generators:
-        return self  # a copy of an optimizer replays the user's generators, not copies of them
+def _learning_rate(options: dict[str, Any], like: Number) -> Number:
+    """Return a group's lr: a float, or a tensor on the device of `like`."""
+    lr = options["lr"]
+    if isinstance(lr, Tensor) and isinstance(like, Tensor):
+        return lr.to(like, non_blocking=True).reshape(())
+    if float(lr) < 0:
+        raise ValueError(f"lr must be at least 0, got {lr!r}: a schedule has run past its end")
+    return float(lr)
 
 
-def closure_needed(opt: object) -> str:
-    """What to say to who calls `step()` without a closure."""
-    return (
-        f"{type(opt).__name__} takes the gradient twice on the same sample, so step() needs a "
-        "closure:\n"
-        "    def closure():\n"
-        "        opt.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); return loss\n"
-        "    opt.step(closure)\n"
-        "In a loop that owns its backward passes use opt.move() and opt.estimate() instead; "
-        "with a GradScaler, stormplus.scaled_step(opt, scaler, closure, model); inside a trainer, "
-        "stormplus.integrations."
-    )
+def _objective(options: dict[str, Any]) -> Objective:
+    # L2 regularisation is part of the objective; `_decay` does the other kind.
+    l2 = 0.0 if options["decoupled_weight_decay"] else float(options["weight_decay"])
+    return Objective(sign=-1.0 if options["maximize"] else 1.0, l2=l2)
 
 
-def require_pairs(opt: object, what: str, instead: str = "opt.step()") -> None:
-    """Refuse to make pairs of gradients for an optimizer that takes one."""
-    if not isinstance(opt, PairedOptimizer):
-        raise ValueError(
-            f"{type(opt).__name__} takes one gradient a step: {what} is not needed, call "
-            f"{instead} as usual"
-        )
+def _decay(group: TensorGroup, decay: Number, skip: Tensor | None) -> None:
+    """Beyond the paper: x <- (1 - lr eta weight_decay) x, decoupled as AdamW's."""
+    if not isinstance(decay, Tensor):
+        torch._foreach_mul_(group.params, 1 - decay)
+        return
+    if skip is not None:
+        decay = torch.where(skip, 0, decay)
+    # In half precision 1 - decay would be 1.
+    decayed = torch._foreach_mul(group.params, decay.to(group.params[0], non_blocking=True))
+    torch._foreach_sub_(group.params, decayed)
+
+
+def _on(number: Number, device: torch.device) -> Number:
+    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else number

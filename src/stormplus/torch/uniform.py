@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormplus.torch.core.sharding import reshard
+from stormplus.torch._sharding import reshard
 
 
 class UniformIterate:

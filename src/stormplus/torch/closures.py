@@ -1,22 +1,21 @@
-"""Around a training loop: one sample for both gradients, fp16 loss scaling, a check of closures."""
+"""Closures of paired optimizers: one sample for both gradients, loss scaling, and a check."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import TracebackType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from stormplus.torch.core.random import RunningStatistics, pair_lock
-from stormplus.torch.core.sharding import local
-from stormplus.torch.core.state import accumulator_dtype
-from stormplus.torch.core.tensors import name_of
-from stormplus.torch.storm import PairedOptimizer, require_pairs
+from stormplus.torch._checks import require_pairs
+from stormplus.torch._rng import RunningStatistics, pair_lock
+from stormplus.torch._sharding import local
+from stormplus.torch._tensors import accumulator_dtype, parameter_name
+from stormplus.torch.storm import PairedOptimizer
 
 
 class same_sample:
@@ -26,8 +25,8 @@ class same_sample:
 
         opt.step(same_sample(opt, model)(closure))
 
-    or around one step, for loops that own their backward passes (enter it after the sample
-    has been drawn):
+    or around one step, for loops that own their backward passes (enter it after the sample has been
+    drawn):
 
         with same_sample(opt, model):
             if opt.started and not opt.pending:
@@ -36,12 +35,10 @@ class same_sample:
             backward()
             opt.estimate()
 
-    After the first evaluation all buffers of the model are put back, so that the second
-    one, at the new point, is the one that counts; modules are neither frozen nor switched
-    to eval. An evaluation that fails, or is not finite, leaves them as they were. If the
-    optimizer was loaded from a checkpoint made between the two
-    evaluations, the random streams start where that sample's did. As a context it holds
-    `stormplus.pair_lock`, as `step` does: see `replay_rng` of `PairedOptimizer`.
+    After the first evaluation all buffers of the model are restored, so that the second one, at the
+    new point, counts. An evaluation that fails, or is not finite, leaves them as they were. If a
+    checkpoint was made between the two evaluations, the random streams start where that sample's
+    did. As a context it holds `stormplus.pair_lock`, as `step` does.
 
     Args:
         opt: A `PairedOptimizer`.
@@ -59,23 +56,23 @@ class same_sample:
 
         def evaluate() -> Any:
             nonlocal hook
-            if hook is not None:  # of an evaluation that nothing followed
+            if hook is not None:  # left by an evaluation without a step
                 hook.remove()
             statistics = RunningStatistics(self._model)
             counts = not opt.started or opt.pending  # the sample's last evaluation
             try:
                 loss = closure()
             except BaseException:
-                statistics.put_back()
+                statistics.restore()
                 raise
             if not counts:
-                statistics.put_back()
+                statistics.restore()
                 return loss
 
             def look(_: PairedOptimizer, event: str) -> None:
-                # What follows the last evaluation decides whether it has been seen.
+                # The pass after the last evaluation decides whether it counts.
                 if event == "failed":
-                    statistics.put_back()
+                    statistics.restore()
                 if event in ("failed", "after_estimate"):
                     handle.remove()
 
@@ -86,7 +83,7 @@ class same_sample:
 
     def __enter__(self) -> same_sample:
         if self._hook is not None:
-            raise RuntimeError("this same_sample is entered already: make one for each sample")
+            raise RuntimeError("this same_sample is in use: make one for each sample")
         with ExitStack() as held:
             held.enter_context(self._opt.lock())
             self._entry = self._streams = self._opt.random_streams()
@@ -107,32 +104,27 @@ class same_sample:
         elif event == "failed" and opt.pending:
             self.rewind()  # for another try
         elif event == "failed":
-            self.put_back()
+            self.restore()
         elif event == "restarted" and self._streams is not self._entry:
-            self._entry.rewind()  # the pending sample is given up
+            self._entry.rewind()  # the pending sample is dropped
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._hook is not None:
             self._hook.remove()
             self._hook = None
             self._held.close()
         if kind is not None:
-            self.put_back()
+            self.restore()
 
     def rewind(self) -> None:
-        """Back to where the sample began."""
+        """Set random streams and running statistics back to where the sample began."""
         if self._opt.replays_rng:
             self._streams.rewind()
-        self.put_back()
+        self.restore()
 
-    def put_back(self) -> None:
-        """Undo what the evaluation did to running statistics."""
-        self._statistics.put_back()
+    def restore(self) -> None:
+        """Undo what an evaluation did to running statistics."""
+        self._statistics.restore()
 
 
 def scaled_step(
@@ -146,39 +138,35 @@ def scaled_step(
 ) -> Any:
     """Take one sample with a `GradScaler`; in place of `scaler.step(opt); scaler.update()`.
 
-    The closure calls `scaler.scale(loss).backward()`. Each of the two evaluations is
-    unscaled and updates the scale. If the first overflows, the sample is dropped before
-    anything has moved. If the second does, the move stands, for it does not depend on the
-    sample, and the evaluation is repeated at the lower scale. The optimizer's sums never
-    see an inf.
+    Each of the two evaluations is unscaled and updates the scale. If the first overflows, the
+    sample is dropped before anything has moved. If the second does, the move stands, since it does
+    not depend on the sample, and the evaluation is repeated at the lower scale. The host waits for
+    the device once per evaluation.
 
     Args:
         opt: A `PairedOptimizer`.
         scaler: A `torch.amp.GradScaler`, of any device.
-        closure: Zeroes the gradients, computes the loss, calls backward on the scaled
-            loss, returns the loss.
+        closure: Zeroes the gradients, computes the loss, calls `scaler.scale(loss).backward()`,
+            returns the loss.
         model: The module with running statistics, as for `same_sample`.
-        process: Called when the gradients have been unscaled and are finite, to clip them for
-            example.
-        retries: How often the second evaluation may overflow.
+        process: Called when the gradients are unscaled and finite, for example to clip them.
+        retries: How often the second evaluation may overflow; then it raises
+            `FloatingPointError`, and the step is pending.
 
     Returns:
         The loss of the first evaluation.
-
-    Raises:
-        FloatingPointError: The second evaluation overflowed `retries` times. The step is
-            pending, as after any failure of the second evaluation.
     """
     require_pairs(opt, "scaled_step", "scaler.step(opt)")
-    if opt.pending:  # an earlier call was left halfway, and its sample is gone
+    if opt.pending:  # an earlier call was interrupted, and its sample is gone
         opt.restart()
+    gradients = _ScaledGradients(opt)
 
     def evaluate() -> tuple[Any, bool]:
         loss = torch.enable_grad()(closure)()
-        before = scaler.get_scale()
-        scaler.unscale_(opt)
+        scaler.unscale_(gradients)  # type: ignore[arg-type]
+        scaler.step(gradients)  # type: ignore[arg-type]
         scaler.update()
-        finite = before <= scaler.get_scale() and scaler.get_scale() > 0  # an inf lowers it
+        finite = not bool(gradients.overflow)  # the only wait for the device
         if finite and process is not None:
             process()
         return loss, finite
@@ -186,7 +174,7 @@ def scaled_step(
     with same_sample(opt, model) as sample:
         loss, finite = evaluate()
         if not finite:
-            sample.put_back()
+            sample.restore()
             return loss
         if opt.started:
             opt.move()
@@ -204,8 +192,21 @@ def scaled_step(
     return loss
 
 
+class _ScaledGradients:
+    """Stands in for an optimizer, so that a `GradScaler` says if the gradients overflowed."""
+
+    _step_supports_amp_scaling = True  # so that step() is called after an overflow too
+
+    def __init__(self, opt: PairedOptimizer) -> None:
+        self.param_groups = opt.param_groups
+        self.overflow: Any = False
+
+    def step(self) -> None:
+        self.overflow = getattr(self, "found_inf", False)  # a disabled scaler does not set it
+
+
 def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: float = 1e-4) -> None:
-    """Evaluate the closure twice at the present point and compare the gradients.
+    """Evaluate the closure twice at the present point; raise if the gradients differ.
 
     Parameters, gradients and random streams are left as they were. Running statistics
     (BatchNorm) are not: they see the sample twice.
@@ -213,11 +214,7 @@ def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: fl
     Args:
         opt: The optimizer that will call the closure; its `replay_rng` is honoured.
         closure: As for `opt.step`.
-        rtol: How much a gradient may differ, relative to its norm; zero on a
-            deterministic device, more where kernels are not.
-
-    Raises:
-        RuntimeError: With the name of the first parameter whose gradients differ.
+        rtol: How much a gradient may differ, relative to its norm.
     """
     require_pairs(opt, "verify_closure")
     params = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
@@ -235,7 +232,7 @@ def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: fl
                 streams.rewind()
             torch.enable_grad()(closure)()
             for p, g in zip(params, first):
-                _compare(name_of(opt.param_groups, p), g, p.grad, rtol)
+                _compare(parameter_name(opt.param_groups, p), g, p.grad, rtol)
         finally:
             streams.rewind()
             for p, grad in zip(params, before):
@@ -256,14 +253,10 @@ def _compare(name: str, first: Tensor | None, grad: Tensor | None, rtol: float) 
     if not math.isfinite(off):
         raise RuntimeError(f"the gradient of {name} is not finite at the present point")
     doubled = float(torch.linalg.vector_norm(second - 2 * first)) <= rtol * size
+    advice = "the closure does not zero the gradients; call opt.zero_grad() in it"
     raise RuntimeError(
         f"two evaluations at the same point give {name} gradients that differ by "
-        f"{off:.3g} (norm {size:.3g}): "
-        + (
-            "the closure does not zero the gradients; call opt.zero_grad() in it"
-            if doubled
-            else _ADVICE
-        )
+        f"{off:.3g} (norm {size:.3g}): {advice if doubled else _ADVICE}"
     )
 
 

@@ -1,0 +1,285 @@
+"""A check of the optimizers on a device: parity with the CPU, launches, syncs and time.
+
+`python -m stormplus.doctor --device cuda` runs it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from importlib.util import find_spec
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned
+
+Step: TypeAlias = Callable[[], Any]
+Shapes: TypeAlias = Sequence[tuple[int, ...]]
+
+STEPS = 20
+
+
+class NoDeviceError(RuntimeError):
+    """There is no such device here."""
+
+
+class Parity(NamedTuple):
+    """One optimizer on two devices.
+
+    The tolerance is for |x_device - x_cpu| / |x_cpu - x_1|, the largest over the tensors. In bf16
+    a difference in the last bit of float32 can round a number up here and down there.
+    """
+
+    name: str
+    make: Callable[[Iterable[nn.Parameter]], BaseOptimizer]
+    dtype: torch.dtype = torch.float32
+    tolerance: float = 1e-4
+
+
+PARITIES: Sequence[Parity] = (
+    Parity("Untuned", Untuned),
+    Parity("Untuned, bf16 parameters", Untuned, torch.bfloat16, tolerance=1e-2),
+    Parity("Untuned, bf16 state", partial(Untuned, state_dtype=torch.bfloat16), tolerance=1e-2),
+    Parity("StormPlus, pairs", StormPlus),
+)
+OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
+    "Untuned": Untuned,
+    "StormPlus, a pair": StormPlus,
+    "Adam(fused=True)": partial(torch.optim.Adam, fused=True),
+    "Adam(foreach=True)": partial(torch.optim.Adam, foreach=True),
+}
+
+
+class Counts(NamedTuple):
+    """What a step asks of a device; None if that cannot be counted here."""
+
+    launches: int | None  # kernels, and copies within the device
+    syncs: int | None
+    to_device: int | None  # copies
+    to_host: int | None
+
+
+class Meter:
+    """Counts and times steps on a device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = getattr(torch, device.type, None)  # torch.cuda, torch.xpu, ...
+
+    def describe(self) -> str:
+        """Return the name of the device, and the version of its runtime."""
+        parts = [str(self.device)]
+        if hasattr(self._module, "get_device_name"):
+            parts.append(self._module.get_device_name(self.device))
+        if self.device.type == "cuda":
+            hip = torch.version.hip
+            parts.append(f"HIP {hip}" if hip else f"CUDA {torch.version.cuda}")
+        return ", ".join(parts)
+
+    def synchronize(self) -> None:
+        """Wait for the device."""
+        if self.device.type != "cpu" and hasattr(self._module, "synchronize"):
+            self._module.synchronize()
+
+    def count(self, step: Step) -> Counts:
+        """Take a step, and count."""
+        syncs = self._syncs(step) if self.device.type == "cuda" else None
+        activity = getattr(torch.profiler.ProfilerActivity, self.device.type.upper(), None)
+        supported = torch.profiler.supported_activities()
+        if self.device.type == "cpu" or activity is None or activity not in supported:
+            return Counts(None, syncs, None, None)
+        activities = [torch.profiler.ProfilerActivity.CPU, activity]
+        with torch.profiler.profile(activities=activities) as profile:
+            step()
+            self.synchronize()
+        return Counts(syncs=syncs, **count_events(profile.events()))
+
+    def _syncs(self, step: Step) -> int:
+        before = torch.cuda.get_sync_debug_mode()
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            try:
+                step()
+            finally:
+                torch.cuda.set_sync_debug_mode(before)
+        return sum("synchronizing" in str(warning.message) for warning in found)
+
+    def seconds(self, step: Step) -> tuple[float, float]:
+        """Return how long a step takes until it returns, and until the device is done: medians."""
+        returned, done = [], []
+        for _ in range(STEPS):
+            self.synchronize()
+            start = time.perf_counter()
+            step()
+            returned.append(time.perf_counter() - start)
+            self.synchronize()
+            done.append(time.perf_counter() - start)
+        return statistics.median(returned), statistics.median(done)
+
+
+def count_events(events: Iterable[Any]) -> dict[str, int]:
+    """Count launches and copies among the events of a profile."""
+    found = {"launches": 0, "to_device": 0, "to_host": 0}
+    for event in events:
+        annotation = event.name.startswith("Optimizer.")  # torch 2.4 does not mark them
+        annotation = annotation or getattr(event, "is_user_annotation", False)
+        if event.device_type.name == "CPU" or annotation:
+            continue
+        name = event.name.lower()
+        if "htod" in name or "hosttodevice" in name:
+            found["to_device"] += 1
+        elif "dtoh" in name or "devicetohost" in name:
+            found["to_host"] += 1
+        else:
+            found["launches"] += 1
+    return found
+
+
+def check_device(name: str, meter: Meter | None = None, shapes: Shapes | None = None) -> bool:
+    """Check the optimizers on a device, print what was found, and return whether all is well.
+
+    Args:
+        name: As torch has it: "cuda", "cuda:1", "xpu", "mps", "cpu".
+        meter: Counts and times steps.
+        shapes: Of the tensors that are counted and timed; those of ResNet34 by default.
+
+    Raises:
+        NoDeviceError: There is no such device here.
+    """
+    device = _present(name)
+    meter = meter or Meter(device)
+    shapes = resnet34_shapes() if shapes is None else shapes
+    print(f"device           {meter.describe()}")
+    print(f"torch            {torch.__version__}")
+    print(f"triton           {'installed' if find_spec('triton') else 'not installed'}")
+    print(f"\nParity with the CPU after {STEPS} steps with the same gradients:")
+    print("|x_device - x_cpu| / |x_cpu - x_1|, the largest over the tensors")
+    print(f"{'':32s}{'difference':>12s}{'tolerance':>11s}        backend")
+    passed = [_report_parity(parity, device) for parity in PARITIES]
+    millions = sum(torch.Size(shape).numel() for shape in shapes) / 1e6
+    print(f"\nOne step on {len(shapes)} tensors with {millions:.1f} M parameters in float32")
+    print("(a launch is a kernel, or a copy within the device; - is not counted on this device)")
+    heads = ("launches", "syncs", "H2D", "D2H", "host ms", "total ms")
+    print(f"{'':32s}" + "".join(f"{head:>10s}" for head in heads))
+    for title, make in OPTIMIZERS.items():
+        try:
+            opt = make(_tensors(shapes, device))
+        except (RuntimeError, NotImplementedError) as error:  # Adam(fused) is not everywhere
+            print(f"{title:32s}  not on this device: {str(error).splitlines()[0][:60]}")
+            continue
+        waits = _report_step(title, partial(_step, opt), meter)
+        passed.append(not (waits and isinstance(opt, BaseOptimizer)))
+    print("(host: until the call returns; total: until the device is done; medians)")
+    print("\nPASS" if all(passed) else "\nFAIL: please open an issue with this output")
+    return all(passed)
+
+
+def _present(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        if float(torch.ones(2, device=device).sum()) == 2:
+            return device
+        reason = "it does not compute"
+    except (RuntimeError, AssertionError, NotImplementedError, AttributeError) as error:
+        reason = next(iter(str(error).splitlines()), type(error).__name__)
+    raise NoDeviceError(f"torch {torch.__version__} cannot use the device {name!r} here: {reason}")
+
+
+def _step(opt: torch.optim.Optimizer, evaluate: Step = lambda: None) -> None:
+    """Take one step; a pair is evaluated twice."""
+    evaluate()
+    if not isinstance(opt, PairedOptimizer):
+        opt.step()
+        return
+    if opt.started:
+        opt.move()
+        evaluate()
+    opt.estimate()
+
+
+def _report_parity(parity: Parity, device: torch.device) -> bool:
+    difference, backends = compare_with_cpu(parity, device)
+    passed = difference <= parity.tolerance
+    verdict = "PASS" if passed else "FAIL"
+    print(f"{parity.name:32s}{difference:12.1e}{parity.tolerance:11.0e}  {verdict}  {backends}")
+    return passed
+
+
+def compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]:
+    """Return the difference after some steps (see `Parity`), and the backend on the device."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10)
+        model = nn.Sequential(*layers).to(parity.dtype)
+        batches = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(STEPS)]
+    here, start = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+    there = [nn.Parameter(p.detach().to(device)) for p in here]
+    ours, theirs = parity.make(there), parity.make(here)
+    for x, y in batches:
+        gradients: list[list[Tensor]] = []
+
+        def evaluate(x: Tensor = x, y: Tensor = y, found: list[list[Tensor]] = gradients) -> None:
+            model.zero_grad()
+            nn.functional.cross_entropy(model(x.to(parity.dtype)), y).backward()
+            found.append([p.grad.to(device) for p in here if p.grad is not None])
+
+        def repeat(found: list[list[Tensor]] = gradients) -> None:
+            for p, g in zip(there, found.pop(0)):
+                p.grad = g
+
+        _step(theirs, evaluate)
+        _step(ours, repeat)
+    backends = sorted({info.kernels.__name__ for info in ours._infos if info.kernels})
+    difference = max(
+        _distance(q.detach().cpu(), p.detach()) / _distance(p.detach(), x_1)
+        for p, q, x_1 in zip(here, there, start)
+    )
+    return difference, ", ".join(name.rpartition(".")[2] for name in backends)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float(torch.linalg.vector_norm(a.double() - b.double()))
+
+
+def resnet34_shapes() -> list[tuple[int, ...]]:
+    """Return the shapes of the 110 parameters of a ResNet34."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for _ in range(blocks):
+            shapes += [(width, inputs, 3, 3), (width,), (width,)]
+            shapes += [(width, width, 3, 3), (width,), (width,)]
+            if inputs != width:
+                shapes += [(width, inputs, 1, 1), (width,), (width,)]
+            inputs = width
+    return [*shapes, (1000, 512), (1000,)]
+
+
+def _tensors(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
+    """Return parameters that have gradients."""
+    generator = torch.Generator().manual_seed(0)
+    params = []
+    for shape in shapes:
+        x, g = 0.01 * torch.randn(2, *shape, generator=generator)
+        params.append(nn.Parameter(x.to(device)))
+        params[-1].grad = g.to(device)
+    return params
+
+
+def _report_step(title: str, step: Step, meter: Meter) -> bool:
+    """Count and time a step; return whether it waits for the device."""
+    for _ in range(3):  # compile, and fill caches
+        step()
+    meter.synchronize()
+    counts, times = meter.count(step), meter.seconds(step)
+    numbers = ["-" if count is None else str(count) for count in counts]
+    numbers += [f"{1e3 * seconds:.2f}" for seconds in times]
+    verdict = "  waits for the device" if counts.syncs else ""
+    print(f"{title:32s}" + "".join(f"{number:>10s}" for number in numbers) + verdict)
+    return bool(counts.syncs)

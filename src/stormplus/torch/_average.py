@@ -1,0 +1,188 @@
+"""Where the tensors of `Untuned` are: their start, and the average that eval() shows."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from stormplus import untuned_rule as rule
+from stormplus.torch._base import BaseOptimizer, outside_inference_mode
+from stormplus.torch._checkpoint import BufferSpec, scalars_of
+from stormplus.torch._constants import TensorConstants
+from stormplus.torch._sharding import is_dtensor, local, reshard
+from stormplus.torch._tensors import State, TensorGroup, parameter_name, user_stacklevel
+from stormplus.torch.kernels import plain
+from stormplus.untuned_rule import INTERPOLATION
+
+
+class AveragedOptimizer(BaseOptimizer):
+    """Parameters y between a fast iterate z and its average x, of which `z_minus_x` is stored."""
+
+    _temporary: ClassVar[dict[str, BufferSpec]] = {"iterate": BufferSpec(wide=False)}
+    _compared = 0  # the generation whose parameters were compared with the state
+    _left_by_eval: tuple[int, dict[int, int]] = (-1, {})  # the generation, and versions by id
+
+    _constants_key: Any = None
+    _given: Any = None  # the options of the last step
+
+    def _constants(self) -> TensorConstants:
+        trainable = [info.p.requires_grad for info in self._infos]
+        key = self._per_tensor, self._per_tensor.on_host, trainable
+        if key != self._constants_key:
+            self._constants_kept = TensorConstants(self._infos, self._per_tensor)
+            self._constants_key, self._given = key, None  # the options are per tensor too
+        return self._constants_kept
+
+    def _start(self, groups: list[TensorGroup]) -> None:
+        """Let tensors that get their first gradient start from where they are."""
+        table, tensors, parts = self._per_tensor, self._constants(), []
+        for group in groups:
+            squares = torch.stack([plain.square_norm(x) for x in group.params])
+            parts.append((group.process_groups, table.spread((squares,), group.columns)))
+        rms = (self._total(parts, (1, len(self._infos)))[0] / tensors.size) ** 0.5
+        xp = np if table.on_host else torch
+        ceiling = rule.distance_ceiling(rms, tensors.natural_scale, xp)
+        columns = [column for group in groups for column in group.columns]
+        if table.on_host and not np.isfinite(ceiling[columns]).all():
+            bad = next(column for column in columns if not np.isfinite(ceiling[column]))
+            name = parameter_name(self.param_groups, self._infos[bad].p)
+            self._fail(f"{name} is not finite; nothing has moved")
+        for group in groups:
+            for x, z_1, sample in zip(group.params, group.initial_sample, group.samples):
+                sample.store(x, z_1, group.process_groups)
+            for x, master in zip(group.params, group.masters):
+                master.copy_(x)
+        begun = {"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}
+        table.write(begun, table.mask(columns))
+        for column in columns:
+            self._infos[column].state["started"] = 1
+
+    def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
+        """Warn if the parameters are not where the loaded state has left them."""
+        self._compared = self.generation
+        saved = self._per_tensor.snapshot()
+        for group in groups:
+            for i, column in enumerate(group.columns):
+                if group.first or group.process_groups:
+                    break
+                mean = float(plain.squared_displacement(group, i)) / group.samples[i].count
+                found, expected = mean**0.5, float(saved[column]["displacement"])
+                if abs(found - expected) > 1e-4 * max(expected, found):
+                    name = parameter_name(self.param_groups, self._infos[column].p)
+                    warnings.warn(
+                        f"{name} is not where this state left it: load a model that was saved at "
+                        "the same moment, and in the same mode (opt.eval() or opt.train()), as the "
+                        "optimizer",
+                        stacklevel=user_stacklevel(),
+                    )
+                    return
+
+    @property
+    def at_average(self) -> bool:
+        """Whether the parameters hold the average: `eval()` was called, and not `train()`."""
+        return bool(self._scalars["averaged"])
+
+    @outside_inference_mode()
+    @torch.no_grad()
+    def eval(self) -> None:
+        """Put the average into the parameters: call it before you validate or save a model.
+
+        BatchNorm's running statistics are those of the iterates: call `recalibrate` afterwards.
+        Before the first step the parameters stay as they are. Calling it again changes nothing.
+        """
+        if not self.at_average:
+            self._follow_parameters()
+            reshard()
+            for info in self._infos:
+                p, state = info.p, info.state
+                if "z_minus_x" in state:
+                    state["iterate"] = p.detach().clone()
+                    if state["started"]:
+                        local(p).copy_(_average(state))
+            self._scalars["averaged"] = 1
+        elif self._left_by_eval[0] == self.generation:
+            return
+        self._left_by_eval = self.generation, {id(p): p._version for p in self.parameters()}
+
+    @torch.no_grad()
+    def train(self) -> None:
+        """Put the last iterate back, exactly, to continue training.
+
+        A tensor that has had no gradient so far stays as it is.
+        """
+        if not self.at_average:
+            return
+        if self.overwritten:
+            warnings.warn(
+                "the parameters were written to after opt.eval(), and opt.train() overwrites that "
+                "with the last iterate: load weights before opt.eval() or after opt.train(), or "
+                "call opt.reset() to start over from them",
+                stacklevel=user_stacklevel(),
+            )
+        reshard()
+        for info in self._infos:
+            iterate: Tensor | None = info.state.pop("iterate", None)
+            if iterate is not None and info.state["started"]:
+                info.p.copy_(iterate)
+        self._scalars["averaged"] = 0
+
+    @property
+    @torch.no_grad()
+    def overwritten(self) -> bool:
+        """Whether the parameters hold other weights than the average that `eval()` has put there.
+
+        A write through `p.data` is not seen: torch does not count it.
+        """
+        generation, versions = self._left_by_eval
+        if not self.at_average or generation != self.generation:
+            return False  # a loaded state belongs to whatever is there
+        for info in self._infos:
+            p, state = info.p, info.state
+            if versions.get(id(p), p._version) == p._version or not state["started"]:
+                continue
+            # The same weights again change nothing. Shards are not compared: it matters more that
+            # all processes come to the same answer.
+            if is_dtensor(p) or not torch.equal(local(p), _average(state).to(local(p))):
+                return True
+        return False
+
+    def diagnostics(self) -> dict[str, float]:
+        """Return where the run stands, in plain floats, with minimum and maximum over the tensors.
+
+        `step` and `distance` are the largest, `step_size` is the mean. Reading waits for the
+        device.
+        """
+        numbers = [entry for entry in self._per_tensor.snapshot() if entry["step"] > 0]
+        numbers = numbers or self._per_tensor.snapshot()
+        found: dict[str, float] = {}
+        for name in ("step", "step_size", "distance"):
+            values = [float(entry[name]) for entry in numbers]
+            mean = sum(values) / len(values)
+            found |= {
+                name: mean if name == "step_size" else max(values),
+                f"{name}_min": min(values),
+                f"{name}_max": max(values),
+            }
+        return found | {"grad_evaluations": float(self.grad_evaluations)}
+
+    def _check_loaded(self, state_dict: State) -> None:
+        entries = [e for e in state_dict["state"].values() if isinstance(e, dict)]
+        if scalars_of(state_dict)["averaged"] and any(
+            "iterate" not in entry for entry in entries if entry.get("started")
+        ):
+            raise ValueError(
+                "the state was saved after eval(), and the iterate that train() puts back is not "
+                "in it: torch.distributed.checkpoint loads only what exists already. Call "
+                "opt.eval() before you load, or opt.train() before you save"
+            )
+
+
+def _average(state: State) -> Tensor:
+    """Return the local part of x, from the iterate that `eval()` keeps."""
+    master = state.get("master")
+    y = plain.full_precision(local(state["iterate"]), None if master is None else local(master))
+    return y - (1 - INTERPOLATION) * local(state["z_minus_x"]).to(y)

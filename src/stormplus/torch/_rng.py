@@ -1,0 +1,188 @@
+"""What the two evaluations of a pair share: random streams, a model's buffers, fresh gradients."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
+
+_LOCK = threading.RLock()
+
+
+@contextmanager
+def pair_lock() -> Iterator[None]:
+    """Hold the lock under which a pair is evaluated, from its first random number to its last.
+
+    torch's random streams belong to the process, and a pair replays a piece of them. So pairs in
+    two threads take turns, and another thread that draws numbers meanwhile does so under this lock,
+    or from a `torch.Generator` of its own. The lock is reentrant. A closure must not wait for a
+    thread that waits for the lock.
+    """
+    with _LOCK:
+        yield
+
+
+class RandomStreams:
+    """A snapshot of random streams: the CPU's, the devices', and the user's generators.
+
+    A device whose random state torch cannot read (XLA) is left out.
+    """
+
+    def __init__(
+        self, devices: Iterable[torch.device], generators: tuple[torch.Generator, ...]
+    ) -> None:
+        self._devices = [device for device in devices if _rng_module(device) is not None]
+        self._generators = generators
+        self._states = [
+            torch.get_rng_state(),
+            *(_rng_module(device).get_rng_state(device) for device in self._devices),
+            *(generator.get_state() for generator in generators),
+        ]
+
+    def rewind(self) -> None:
+        """Set the streams back to the snapshot."""
+        cpu, *others = self._states
+        torch.set_rng_state(cpu)
+        for device, state in zip(self._devices, others):
+            _rng_module(device).set_rng_state(state, device)
+        for generator, state in zip(self._generators, others[len(self._devices) :]):
+            generator.set_state(state)
+
+    @property
+    def size(self) -> int:
+        """How many bytes `pack` returns."""
+        return sum(state.numel() for state in self._states)
+
+    def pack(self) -> Tensor:
+        """Return the snapshot as bytes in one tensor, for a checkpoint."""
+        return torch.cat(self._states)
+
+    def unpack(self, packed: Tensor) -> None:
+        """Replace the snapshot by one that `pack` has returned."""
+        sizes = [state.numel() for state in self._states]
+        if packed.numel() != sum(sizes):
+            raise RuntimeError(
+                f"the checkpoint holds {packed.numel()} bytes of random state, this process "
+                f"has {sum(sizes)}: resume with the same devices and generators"
+            )
+        # Clones: Generator.set_state crashes on a view with an offset (torch 2.13).
+        self._states = [piece.clone() for piece in torch.split(packed.cpu(), sizes)]
+
+
+class Generators(tuple[torch.Generator, ...]):
+    """The user's generators: a copy of an optimizer replays the same ones, not copies of them."""
+
+    def __deepcopy__(self, memo: Any) -> Generators:
+        return self
+
+
+def check_generators(replay_rng: bool | Iterable[torch.Generator]) -> Generators | None:
+    """Return the generators to replay besides torch's own; None to replay nothing."""
+    if isinstance(replay_rng, bool):
+        return Generators() if replay_rng else None
+    given = list(replay_rng) if isinstance(replay_rng, Iterable) else [replay_rng]
+    for generator in given:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(
+                f"replay_rng must be True, False or a list of torch.Generator, got {generator!r}"
+            )
+    return Generators(given)
+
+
+class RandomReplay:
+    """What a paired optimizer knows about the random streams of its evaluations."""
+
+    _replay_rng: Generators | None
+    _scalars: dict[str, Any]
+    param_groups: list[dict[str, Any]]
+
+    @property
+    def replays_rng(self) -> bool:
+        """Whether both evaluations are to see the same random numbers."""
+        return self._replay_rng is not None
+
+    def lock(self) -> AbstractContextManager[None]:
+        """Return the context in which a pair is evaluated; an empty one if no stream is rewound."""
+        return pair_lock() if self.replays_rng else nullcontext()
+
+    def random_streams(self) -> RandomStreams:
+        """Return a snapshot of the random streams that an evaluation may draw from."""
+        devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
+        return RandomStreams(devices, self._replay_rng or ())
+
+    @property
+    def pending_streams(self) -> Tensor | None:
+        """Where the random streams of the pending sample began, packed; None if unknown."""
+        packed: Tensor = self._scalars["rng"]
+        return packed if bool(packed.any()) else None
+
+    @pending_streams.setter
+    def pending_streams(self, packed: Tensor | None) -> None:
+        rng = self._scalars["rng"]
+        if packed is None:
+            rng.zero_()
+        elif packed.shape == rng.shape:
+            rng.copy_(packed)
+        else:
+            self._scalars["rng"] = packed  # of other devices
+
+
+def _rng_module(device: torch.device) -> Any:
+    """Return torch.cuda for a CUDA device, say; None for the CPU and where no state can be read."""
+    if device.type in ("cpu", "meta"):
+        return None
+    module = getattr(torch, device.type, None)
+    return module if hasattr(module, "get_rng_state") else None
+
+
+class FreshGradients:
+    """Checks that an evaluation has written a gradient since this was made.
+
+    Trainers that step without a closure may pass an empty one: both gradients would silently be the
+    same tensor. The references are weak, so that gradients can be freed.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        grads = ((p, p.grad) for p in params if p.grad is not None)
+        self._seen = [(p, TensorWeakRef(g), g._version) for p, g in grads]
+
+    def check(self) -> None:
+        if self._seen and all(
+            p.grad is not None and p.grad is grad() and p.grad._version == version
+            for p, grad, version in self._seen
+        ):
+            raise RuntimeError(
+                "the closure has not computed a gradient in its second call: call backward in it; "
+                "with CUDA graphs use move() and estimate(), in a trainer stormplus.integrations"
+            )
+
+
+class RunningStatistics:
+    """A snapshot of a model's buffers, to restore them."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = [] if model is None else model.modules()
+        self._saved = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the snapshot back."""
+        for buffers, name, buffer, value in self._saved:
+            # The elements of an expanded buffer share memory: nothing can have written to them.
+            if buffer is not None and value is not None and not is_expanded(buffer):
+                buffer.copy_(value)
+            buffers[name] = buffer  # a module may have assigned another tensor
+
+
+def is_expanded(t: Tensor) -> bool:
+    """Return whether elements share memory."""
+    return t.numel() > 0 and any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape))

@@ -1,0 +1,52 @@
+"""The passes over memory, in four backends that compute the same.
+
+Each is a module with these functions, which take a `TensorGroup` and a few numbers:
+
+    any_nonfinite   whether a gradient has a NaN or an infinity
+    move            x <- x - alpha d,  d <- d - g~             first half of a pair
+    estimate        d <- g + (1 - a) d, with |g|^2 and |d|^2   second half of a pair
+    untuned_step    one step of `Untuned`
+
+`plain` is the specification, for any tensor, one at a time; `multi_tensor` runs on every device
+with few launches; `native` and `triton` are for CPUs and GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from stormplus.torch.kernels import multi_tensor, native, plain, triton
+
+
+def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleType:
+    """Return the fastest backend that can handle a parameter.
+
+    Args:
+        tensors: The parameter, its gradient, and the tensors of its state that have its shape.
+        foreach: As in torch.optim; False asks for `plain`.
+    """
+    x, compiling = tensors[0], torch.compiler.is_compiling()
+    if foreach is False or not x.numel():
+        return plain
+    on_cpu = x.device.type == "cpu"
+    # A TorchDispatchMode would not see what native and Triton kernels write.
+    if not compiling and not torch._C._len_torch_dispatch_stack() and _same_layout(tensors):
+        if on_cpu and not foreach and native.supports(*tensors):
+            return native
+        if triton.supports(*tensors):
+            return triton
+    # On a CPU torch's multi-tensor operations are loops, and their copies cost memory.
+    return plain if on_cpu and not compiling else multi_tensor
+
+
+def _same_layout(tensors: Sequence[Tensor]) -> bool:
+    """Whether tensors of one shape have their elements in the same order in memory."""
+    if all(t.is_contiguous() for t in tensors):
+        return True
+    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
+    layout = formats.get(tensors[0].ndim)
+    return layout is not None and all(t.is_contiguous(memory_format=layout) for t in tensors)

@@ -1,0 +1,262 @@
+"""The passes in pure torch, one tensor at a time: the specification of all other backends.
+
+A pair of gradients takes two passes. Between them d holds the bracket of Algorithm 1, d_t - g~_t,
+so that no previous iterate is stored.
+
+`Untuned` keeps neither its fast iterate z nor the average x, only the parameters
+y = (1 - b) z + b x, and e = z - x. With m = e - move:
+
+    z <- z - move                       e <- (1 - c) m
+    x <- x + c (z - x)       becomes    y <- y + (c + (1 - b)(1 - c)) m - (1 - b) e
+    y  = (1 - b) z + b x
+
+so that x = y - (1 - b) e and z = y + b e. e is small compared with the weights: rounding it to 16
+bits costs little.
+
+Every pass takes `skip`: None, or a flag on the device. If it is set, the pass changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from stormplus.torch._sharding import is_dense
+from stormplus.torch._tensors import Number, Numbers, Objective, TensorGroup, accumulator_dtype
+from stormplus.untuned_rule import INTERPOLATION
+
+_CHUNK = 1 << 17  # elements: 512 kB in float32, so that temporaries stay in a CPU's cache
+
+
+def any_nonfinite(group: TensorGroup) -> Any:
+    """Return whether a gradient has a NaN or an infinity; on a device as a 0-dim tensor."""
+    pieces = [piece for g in group.grads for (piece,) in _chunks(g)]
+    return torch.stack([~torch.isfinite(piece).all() for piece in pieces]).any()
+
+
+def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
+    """Move the parameters by -alpha d, with alpha = lr eta, and subtract g~ from d."""
+    for tensors in zip(group.params, group.grads, group.estimators):
+        for x, g, d in _chunks(*tensors):
+            wide = x.to(d.dtype)
+            g_tilde = objective_gradient(wide, g, group.objective)
+            _write(x, wide - alpha * d, skip)  # Alg. 1, line 4
+            _write(d, d - g_tilde, skip)  # Alg. 1, line 6: the bracket
+
+
+def estimate(
+    group: TensorGroup,
+    one_minus_a: Number,
+    *,
+    first: bool,
+    finite_only: bool,
+    skip: Tensor | None = None,
+) -> tuple[Number, Number]:
+    """Set d to g + (1 - a) d, and return |g|^2 and |d|^2.
+
+    Args:
+        group: The tensors.
+        one_minus_a: 1 - a.
+        first: Set d to g instead.
+        finite_only: Leave out the elements of g that are not finite.
+        skip: See above.
+    """
+    dtype = accumulator_dtype(group.device)
+    g_sq, d_sq = torch.zeros(2, dtype=dtype, device=group.device).unbind()
+    for tensors in zip(group.params, group.grads, group.estimators):
+        for x, g, d in _chunks(*tensors):
+            gradient = objective_gradient(x.to(d.dtype), g, group.objective)
+            g_sq += square_norm(gradient)
+            if finite_only:
+                gradient = finite_part(gradient)
+            new = gradient if first else gradient + one_minus_a * d  # Alg. 1, line 1 or line 6
+            _write(d, new, skip)
+            d_sq += square_norm(d)
+    return g_sq, d_sq
+
+
+def undo_estimate(group: TensorGroup, one_minus_a: float) -> None:
+    """Undo an `estimate` with `finite_only`, to one rounding of g + (1 - a) d.
+
+    Where g is so large that d was lost in the sum, d becomes zero: the same gradient, evaluated
+    again, hides d in the same way. Where a is 1, d has no effect.
+    """
+    for x, g, d in zip(group.params, group.grads, group.estimators):
+        gradient = finite_part(objective_gradient(x.to(d.dtype), g, group.objective))
+        d.copy_(finite_part((d - gradient) / one_minus_a))
+
+
+class UntunedCoefficients(NamedTuple):
+    """What `untuned_step` needs to know, one entry per tensor; native.c has the same fields."""
+
+    step_size: Numbers  # alpha, the step in units of s
+    max_move: Numbers  # the largest change of one coordinate
+    decay: Numbers  # the fraction of z that weight decay removes
+    grad_weight: Numbers  # w, the weight of g^2 in s^2
+    average_weight: Numbers  # c, the weight of z in the average
+    grad_factor: Numbers  # multiplies g: -1 to maximize, 1 over the scale of a GradScaler
+    step: Numbers  # t; with the place of an element it seeds stochastic rounding
+
+    def of(self, columns: Any, device: torch.device) -> UntunedCoefficients:
+        """Select some tensors: as arrays on the CPU, as tensors on a device."""
+        rows = [row[columns] for row in self]
+        on_host = device.type == "cpu" and not torch.compiler.is_compiling()
+        if isinstance(self.step, Tensor):
+            rows = [row.to(device, non_blocking=True) for row in rows]
+            rows = [row.numpy() for row in rows] if on_host else rows
+        elif not on_host:
+            rows = [torch.from_numpy(row).to(device) for row in rows]
+        return UntunedCoefficients(*rows)
+
+
+def untuned_step(
+    group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
+) -> tuple[Numbers, Numbers]:
+    """Take a step, and return the sums of u^2 and of (z - z_1)^2 over the sample, per tensor.
+
+    A sample without a stride is not measured here.
+    """
+    factors, sums_u_sq, sums_moved_sq = untuned_factors(coefficients), [], []
+    for i, (x, g, e_stored, s_stored, sample) in enumerate(
+        zip(group.params, group.grads, group.z_minus_x, group.grad_rms, group.samples)
+    ):
+        master = group.masters[i] if group.masters else None
+        by = UntunedFactors(*(row[i] for row in factors))
+        y, e, s, u = untuned_update(full_precision(x, master), g, e_stored, s_stored, by)
+        if e_stored.dtype != y.dtype:
+            memory = x if is_dense(x) else x.contiguous()
+            place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, memory.stride())
+            place = (sample.offset + place) & 0xFFFFFFFF
+            e, s = stochastic_round(torch.stack([e, s]), coefficients.step[i], place)
+        _write(x, y, skip)  # half-precision x is rounded once, at the end
+        _write(e_stored, e, skip)
+        _write(s_stored, s, skip)
+        if master is not None:
+            _write(master, y, skip)
+        sums_u_sq.append(square_norm(u))
+        moved_sq = torch.zeros_like(sums_u_sq[0])
+        sums_moved_sq.append(squared_displacement(group, i) if sample.stride else moved_sq)
+    return torch.stack(sums_u_sq), torch.stack(sums_moved_sq)
+
+
+class UntunedFactors(NamedTuple):
+    """What `untuned_update` multiplies with."""
+
+    alpha: Numbers
+    limit: Numbers
+    decay: Numbers
+    old_rms: Numbers  # sqrt(1 - w)
+    new_rms: Numbers  # sqrt(w)
+    ahead: Numbers  # c + (1 - b)(1 - c)
+    kept: Numbers  # 1 - c
+    grad_factor: Numbers
+
+
+def untuned_factors(coefficients: UntunedCoefficients) -> UntunedFactors:
+    """Return the factors of an update, for all tensors at once."""
+    alpha, limit, decay, w, c, grad_factor, _ = coefficients
+    kept = 1 - c
+    ahead = c + (1 - INTERPOLATION) * kept
+    factors = alpha, limit, decay, (1 - w) ** 0.5, w**0.5, ahead, kept, grad_factor
+    return UntunedFactors(*(f if isinstance(f, Tensor) else f.tolist() for f in factors))
+
+
+def untuned_update(
+    y: Tensor, g: Tensor, e: Tensor, s: Tensor, by: UntunedFactors
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the new y, e and s, and u. The factors are numbers, or broadcast against y."""
+    b = INTERPOLATION
+    g, e, s = by.grad_factor * g.to(y.dtype), e.to(y.dtype), s.to(y.dtype)
+    # The root is stored, not the square: in float32 those of 1e-20 and 1e20 do not exist.
+    s = torch.hypot(by.old_rms * s, by.new_rms * g)
+    u = g / torch.where(s == 0, 1, s)
+    step = torch.clamp(by.alpha * u, min=-by.limit, max=by.limit) + by.decay * (y + b * e)
+    m = e - step
+    return y + (by.ahead * m - (1 - b) * e), by.kept * m, s, u
+
+
+def squared_displacement(group: TensorGroup, i: int) -> Tensor:
+    """Return |z - z_1|^2 over the sample of a tensor."""
+    tensors = [group.params[i], group.z_minus_x[i], *group.masters[i : i + 1]]
+    x, e, *master = (group.samples[i].of(t) for t in tensors)
+    y = full_precision(x, *master)
+    z_1 = group.samples[i].part(group.initial_sample[i], len(x))
+    return square_norm(y + INTERPOLATION * e.to(y.dtype) - z_1)
+
+
+# -- elementwise ---------------------------------------------------------------------------------
+
+
+def objective_gradient(x: Tensor, g: Tensor, objective: Objective) -> Tensor:
+    """Return the gradient of what is minimized, with x's dtype."""
+    g = g.to(x.dtype) if objective.sign > 0 else -g.to(x.dtype)
+    # Beyond the paper: L2 regularisation is part of the objective, and so of its gradient.
+    return g + objective.l2 * x if objective.l2 else g
+
+
+def full_precision(x: Tensor, master: Tensor | None = None) -> Tensor:
+    """Return y: the parameter, or its float32 master where that still rounds to a finite x."""
+    if master is None:
+        return x
+    same = (master.to(x.dtype) == x) & (x - x == 0)
+    return torch.where(same, master, x.to(master.dtype))
+
+
+def finite_part(t: Tensor) -> Tensor:
+    """Return t with zeros in place of NaN and infinities."""
+    return torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def square_norm(t: Tensor) -> Tensor:
+    """Return |t|^2; in float32 it would lose digits, and overflow from 1e19 on."""
+    total = torch.zeros((), dtype=accumulator_dtype(t.device), device=t.device)
+    for (piece,) in _chunks(t):
+        wide = piece.reshape(-1).to(total.dtype)
+        total += torch.dot(wide, wide)
+    return total
+
+
+def stochastic_round(buffers: Tensor, t: Number, place: Tensor) -> Tensor:
+    """Round to bfloat16, up or down with probabilities that make the mean exact.
+
+    The random bits are a hash of the step, the buffer and the element's place in the whole tensor:
+    a resumed or resharded run continues as it would have, and no random stream is used.
+
+    Args:
+        buffers: The two buffers, stacked.
+        t: The step; a number, or a tensor that broadcasts against `place`.
+        place: Of each element, modulo 2^32.
+    """
+    which = torch.arange(2, device=place.device).reshape(2, *[1] * place.ndim)
+    key = mix_bits(2 * (t.to(torch.int64) if isinstance(t, Tensor) else int(t)) + which)
+    random_bits = mix_bits(mix_bits(place) ^ key) & 0xFFFF
+    wide = buffers.float()
+    bits = (wide.view(torch.int32) + random_bits.to(torch.int32)) & ~0xFFFF
+    # The bits of a NaN could overflow.
+    return torch.where(wide.isnan(), wide, bits.view(torch.float32)).to(torch.bfloat16)
+
+
+def mix_bits(n: Tensor) -> Tensor:
+    """Hash 32 bits in int64; native.c and triton.py have the same function."""
+    n = ((n ^ (n >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
+    n = ((n ^ (n >> 15)) * 0x735A2D97) & 0xFFFFFFFF
+    return n ^ (n >> 15)
+
+
+def _write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
+    target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Yield views of bounded size on a CPU; elsewhere the tensors themselves."""
+    first = tensors[0]
+    if first.numel() <= _CHUNK or first.device.type != "cpu":
+        yield tensors
+    elif all(t.is_contiguous() for t in tensors):
+        yield from zip(*(t.view(-1).split(_CHUNK) for t in tensors))
+    else:
+        rows = max(1, _CHUNK * first.shape[0] // first.numel())
+        yield from zip(*(t.split(rows) for t in tensors))

@@ -1,0 +1,87 @@
+"""Warns when a trainer drives an optimizer of this package without the callback that it needs."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from types import FrameType
+from typing import Any
+from weakref import WeakSet
+
+managed: WeakSet[Any] = WeakSet()  # optimizers that an integration takes care of
+_checked: WeakSet[Any] = WeakSet()
+
+NO_FINDER = "Untuned has no learning rate to find: train without the learning-rate finder"
+_CALLBACK = "pass {}(), from stormplus.integrations.{}, to {}"
+_LIGHTNING = _CALLBACK.format("UntunedCallback", "lightning", "Trainer(callbacks=[...])")
+_ADVICE = {  # by the module that drives the training loop
+    "lightning.pytorch.": _LIGHTNING,
+    "pytorch_lightning.": f"import Trainer from lightning.pytorch, and {_LIGHTNING}",
+    "transformers.trainer": _LIGHTNING.replace("lightning", "huggingface"),
+    "fastai.learner": _CALLBACK.format("UntunedCallback", "fastai", "Learner(cbs=[...])"),
+    "deepspeed.": "DeepSpeed was not verified, and its wrapper does not pass optimizer.eval() on",
+}
+_FINDERS = ("lightning.pytorch.tuner.", "pytorch_lightning.tuner.", "fastai.callback.schedule")
+
+
+def check_trainer(opt: Any) -> None:
+    """Warn if the trainer that takes this step needs a callback; call it at the first step.
+
+    `Untuned` needs one that swaps its average in. A loop under Accelerate may call
+    `optimizer.eval()` later, so that the warning waits for the first save. A paired optimizer needs
+    one in Lightning if gradients are accumulated.
+
+    Raises:
+        RuntimeError: If a learning-rate finder drives an `Untuned`.
+    """
+    if opt in _checked:
+        return
+    _checked.add(opt)
+    averages = hasattr(opt, "at_average")
+    frame: FrameType | None = sys._getframe(1)
+    modules, accumulated = [], 1
+    while frame is not None:
+        modules.append(frame.f_globals.get("__name__") or "")
+        if modules[-1].startswith(("lightning.pytorch.", "pytorch_lightning.")):
+            trainer = frame.f_locals.get("trainer")
+            accumulated = getattr(trainer, "accumulate_grad_batches", accumulated)
+        finder = frame.f_code.co_name.endswith("lr_find") and modules[-1].startswith(_FINDERS)
+        if averages and finder:
+            raise RuntimeError(NO_FINDER)
+        frame = frame.f_back
+    if opt in managed:
+        return
+    if not averages:
+        if accumulated > 1:
+            advice = _CALLBACK.format("StormPlusCallback", "lightning", "Trainer(callbacks=[...])")
+            warnings.warn(
+                f"with accumulate_grad_batches={accumulated} the second evaluation of a sample "
+                f"covers its last micro-batch only, and the gradients are wrong: {advice}",
+                stacklevel=2,
+            )
+        return
+    for prefix, advice in _ADVICE.items():
+        if any(module.startswith(prefix) for module in modules):
+            warnings.warn(
+                "this trainer validates and saves the iterate of Untuned instead of the average, "
+                f"which is the better model: {advice}",
+                stacklevel=2,
+            )
+            return
+    if any(module.startswith("accelerate.") for module in modules):
+        _check_first_save(opt)
+
+
+def _check_first_save(opt: Any) -> None:
+    def check(opt: Any) -> None:
+        handle.remove()
+        if opt not in managed and not opt.at_average:
+            warnings.warn(
+                "the iterate of Untuned is saved here, not the average: call optimizer.eval() "
+                "before you validate or save, and optimizer.train() afterwards. If you did, a "
+                "wrapper did not pass the call on: use prepare from "
+                "stormplus.integrations.accelerate, or call eval() on the Untuned itself",
+                stacklevel=2,
+            )
+
+    handle = opt.register_state_dict_pre_hook(check)

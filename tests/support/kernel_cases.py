@@ -1,0 +1,176 @@
+"""Lists of tensors for a backend, its passes on copies of them, and what they must agree with."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from stormplus.torch._sharding import Sample
+from stormplus.torch._tensors import Objective, TensorGroup, wide_dtype
+from stormplus.torch.kernels import native, plain
+from stormplus.torch.kernels.plain import UntunedCoefficients
+
+F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of tensors; the gradients are of the order of `scale`."""
+
+    dtype: torch.dtype = F32
+    state_dtype: torch.dtype | None = None  # of the buffers of Untuned; None: the wide dtype
+    grad_dtype: torch.dtype | None = None  # None: the dtype
+    shapes: tuple = ((), (1,), (5,), (1023,), (1025,), (200, 200))
+    scale: float = 1.0
+    layout: str = "contiguous"
+    native: bool = True  # whether the native backend supports it
+
+    def draw(self, seed, dtype, scale=1.0):
+        """Return a list of tensors."""
+        generator = torch.Generator().manual_seed(seed)
+        drawn = [torch.randn(s, generator=generator, dtype=F64) for s in self.shapes]
+        return [LAYOUTS[self.layout]((scale * t).to(dtype)) for t in drawn]
+
+    def pair(self):
+        return {
+            "params": self.draw(1, self.dtype),
+            "grads": self.draw(2, self.grad_dtype or self.dtype, self.scale),
+            "estimators": self.draw(3, wide_dtype(self.dtype), self.scale),
+        }
+
+    def untuned(self):
+        wide = wide_dtype(self.dtype)
+        state_dtype = self.state_dtype or wide
+        exact = self.draw(1, wide)
+        lists = {
+            "params": [t.to(self.dtype) for t in exact],
+            "grads": self.draw(2, self.grad_dtype or self.dtype, self.scale),
+            "z_minus_x": self.draw(3, state_dtype, 0.01),
+            "grad_rms": [t.abs() for t in self.draw(4, state_dtype, self.scale)],
+            "initial_sample": [torch.linspace(-1, 1, Sample(t).count, dtype=wide) for t in exact],
+            "masters": exact if wide != self.dtype else [],
+            "samples": [Sample(t) for t in exact],
+        }
+        if lists["masters"]:
+            lists["params"][-1].view(-1)[7] = 3.0  # written to by the user
+        return lists
+
+
+LAYOUTS = {
+    "contiguous": lambda t: t,
+    "channels last": lambda t: t.to(memory_format=torch.channels_last),
+    "transposed": lambda t: t.t().contiguous().t(),
+    "gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
+}
+IMAGES = ((3, 4, 5, 5), (40, 7, 3, 3))
+KINDS = {
+    "float32": Kind(),
+    "float64": Kind(F64),
+    "bfloat16": Kind(BF16),
+    "float16": Kind(F16),
+    "gradients in bfloat16": Kind(grad_dtype=BF16, native=False),
+    "zeros": Kind(scale=0.0),
+    "1e-20": Kind(scale=1e-20),
+    "1e20": Kind(scale=1e20),
+    "1e-200": Kind(F64, scale=1e-200),
+    "1e200": Kind(F64, scale=1e200),
+    "channels last": Kind(shapes=IMAGES, layout="channels last"),
+    "transposed": Kind(shapes=((7, 300), (40, 50)), layout="transposed", native=False),
+    "gaps": Kind(layout="gaps", native=False),
+}
+UNTUNED_KINDS = KINDS | {
+    "bfloat16 state": Kind(state_dtype=BF16),
+    "bfloat16, bfloat16 state": Kind(BF16, state_dtype=BF16),
+    "float16, bfloat16 state": Kind(F16, state_dtype=BF16),
+    "channels last, bfloat16 state": Kind(shapes=IMAGES, layout="channels last", state_dtype=BF16),
+    "gaps, bfloat16 state": Kind(layout="gaps", state_dtype=BF16, native=False),
+}
+
+
+def copied(value):
+    if not isinstance(value, torch.Tensor):
+        return value
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+
+
+def group_of(backend, lists, sign=1.0, l2=0.0):
+    """Return a group of copies, with the same strides."""
+    copies = {name: [copied(value) for value in values] for name, values in lists.items()}
+    objective = Objective(sign, l2)
+    return TensorGroup({}, backend, torch.device("cpu"), objective=objective, **copies)
+
+
+def tensors_of(group, lists):
+    return {name: getattr(group, name) for name in lists if name != "samples"}
+
+
+def as_number(backend, x):
+    return np.float64(x) if backend in (native, plain) else torch.tensor(x, dtype=F64)
+
+
+def moved(backend, lists, skip=None, **options):
+    group = group_of(backend, lists, **options)
+    backend.move(group, as_number(backend, 0.37), skip)
+    return tensors_of(group, lists), []
+
+
+def estimated(backend, lists, first=False, finite_only=True, skip=None, **options):
+    group = group_of(backend, lists, **options)
+    by = {"first": first, "finite_only": finite_only, "skip": skip}
+    sums = backend.estimate(group, as_number(backend, 0.63), **by)
+    return tensors_of(group, lists), [float(s) for s in sums]
+
+
+def untuned(backend, lists, skip=None):
+    """Take a step with coefficients that differ from tensor to tensor."""
+    group = group_of(backend, lists)
+    i = np.arange(len(group.params), dtype=np.float64)
+    t = 1 + 3 * i
+    coefficients = UntunedCoefficients(
+        step_size=0.01 + 0.01 * i,
+        max_move=0.03 + 0 * i,
+        decay=np.where(i % 3 == 1, 0.1, 0.0),
+        grad_weight=3 / (t + 2),
+        average_weight=9 / (t + 8),
+        grad_factor=np.where(i % 2 == 0, 1.0, -0.25),
+        step=t,
+    )
+    if backend not in (native, plain):
+        coefficients = UntunedCoefficients(*map(torch.from_numpy, coefficients))
+    u_sq, moved_sq = backend.untuned_step(group, coefficients, skip)
+    return tensors_of(group, lists), np.array([np.asarray(u_sq), np.asarray(moved_sq)])
+
+
+def assert_tensors_agree(actual, expected):
+    """Up to some roundings of the largest number in a tensor."""
+    for name in expected:
+        for a, b in zip(actual[name], expected[name], strict=True):
+            eps, wide_eps = torch.finfo(a.dtype).eps, torch.finfo(wide_dtype(a.dtype)).eps
+            largest = float(b.abs().nan_to_num(0, 0, 0).max())
+            torch.testing.assert_close(
+                a, b, rtol=eps, atol=4 * wide_eps * largest, equal_nan=True, msg=name
+            )
+            # In half precision few numbers are so close to the middle that they round differently.
+            assert (a == b).double().mean() > 0.99 or eps == wide_eps, name
+
+
+OBJECTIVES = {
+    "bare": {},
+    "L2": {"l2": 0.1},
+    "maximize": {"sign": -1.0, "l2": 0.1},
+}
+each_objective = pytest.mark.parametrize("options", OBJECTIVES.values(), ids=list(OBJECTIVES))
+
+
+def shard(sample_stride=None):
+    """Return lists whose tensors are parts of larger ones."""
+    kind = Kind(shapes=((100, 200), (7, 200)), state_dtype=BF16)
+    lists = kind.untuned()
+    whole = torch.empty(300, 200)
+    lists["samples"] = [Sample(whole), Sample(whole)]
+    lists["initial_sample"] = [torch.linspace(-1, 1, s.count) for s in lists["samples"]]
+    for sample, row in zip(lists["samples"], (100, 293)):
+        sample.offset = 200 * row
+        sample.stride = sample.stride if sample_stride is None else sample_stride
+    return lists

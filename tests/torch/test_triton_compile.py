@@ -1,0 +1,141 @@
+"""The Triton kernels compile for GPUs on a machine without one. Nothing is run."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from stormplus.torch._sharding import Sample
+from stormplus.torch._tensors import Objective, TensorGroup
+from stormplus.torch.kernels import triton
+from stormplus.torch.kernels.plain import UntunedCoefficients
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),
+]
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+TARGETS = {
+    "sm_80": ("cuda", 80, 32),
+    "sm_90": ("cuda", 90, 32),
+    "gfx942": ("hip", "gfx942", 64),
+}
+DTYPES = [(F32, F32, F32), (F32, BF16, F32), (BF16, BF16, BF16), (F16, F16, F32)]  # x, g, state
+
+
+def group_of(x, g, state, l2=0.0):
+    """Return a group with the buffers of both optimizers."""
+
+    def tensors(dtype):
+        return [torch.zeros(4, dtype=dtype)]
+
+    return TensorGroup(
+        options={},
+        kernels=triton,
+        device=torch.device("cpu"),
+        objective=Objective(1.0, l2),
+        params=tensors(x),
+        grads=tensors(g),
+        estimators=tensors(F32),
+        z_minus_x=tensors(state),
+        grad_rms=tensors(state),
+        initial_sample=tensors(F32),
+        masters=[] if x == F32 else tensors(F32),
+        samples=[Sample(torch.zeros(4))],
+    )
+
+
+def run_all_passes(dtypes):
+    one, flag = torch.ones((), dtype=torch.float64), torch.zeros((), dtype=torch.bool)
+    rows = UntunedCoefficients(*torch.ones(7, 1, dtype=torch.float64))
+    group, l2 = group_of(*dtypes), group_of(*dtypes, l2=0.1)
+    triton.any_nonfinite(group)
+    triton.move(group, one)
+    triton.move(l2, one, skip=flag)
+    triton.estimate(group, one, first=False, finite_only=True, skip=flag)
+    triton.estimate(l2, one, first=True, finite_only=False)
+    triton.untuned_step(group, rows)
+    triton.untuned_step(group, rows, skip=flag)
+    triton.untuned_step(group, rows, skip=torch.zeros(1))  # as GradScaler has it
+
+
+class Driver:
+    """Stands in for that of a device."""
+
+    def __init__(self, target):
+        self._target = target
+
+    def get_current_device(self):
+        return 0
+
+    def get_current_stream(self, device):
+        return 0
+
+    def get_current_target(self):
+        return self._target
+
+
+class CompileOnly:
+    """A kernel that is compiled instead of launched."""
+
+    def __init__(self, kernel, seen):
+        self.arg_names, self._kernel, self._seen = kernel.arg_names, kernel, seen
+
+    def __getitem__(self, grid):
+        def launch(**arguments):
+            assembly = self._kernel.warmup(grid=grid, **arguments).asm
+            text = assembly.get("ptx") or assembly["amdgcn"]
+            wide = re.search(r"ld\.global[.\w:]*\.v4|global_load_dwordx4", text) is not None
+            self._seen.append((self._kernel.__name__, wide))
+
+        return launch
+
+
+def main(name):
+    """Print which kernels were compiled, and whether they have loads of 16 bytes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import driver
+
+    driver.set_active(Driver(GPUTarget(*TARGETS[name])))
+    seen = []
+    kernels = {k: CompileOnly(kernel, seen) for k, kernel in triton._compiled().items()}
+    triton._compiled = lambda: kernels
+    for dtypes in DTYPES:
+        run_all_passes(dtypes)
+    print(json.dumps(seen))
+
+
+def run_python(*arguments, **environment):
+    inherited = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    run = subprocess.run(
+        [sys.executable, *arguments],
+        env=inherited | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_kernels_compile(name, tmp_path):
+    seen = json.loads(run_python(__file__, name, TRITON_CACHE_DIR=str(tmp_path)))
+    assert len(seen) == 11 * len(DTYPES)
+    in_float32 = seen[:11]
+    assert {kernel for kernel, wide in in_float32 if not wide} == {"measure_kernel"}
+
+
+def test_import_does_not_import_triton():
+    code = "import sys, stormplus.torch.kernels.triton; print(*sys.modules)"
+    assert not {"triton", "torch._inductor"} & set(run_python("-c", code).split())
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
