@@ -1,15 +1,19 @@
 """`minimize`: against a literal Algorithm 1, by hand, and with bad input."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import Group, algorithm_1
-from scipy.optimize import OptimizeResult
 
 from stormplus import minimize
+from stormplus.rules import AdaStormRule, StormPlusRule, StormRule
 
 METHODS = ("storm+", "simplified-storm+", "storm")
+FAMILY = (*METHODS, "meta-storm-sg", "meta-storm-na", "normalized-storm", AdaStormRule(50))
 
 
 def wavy(x, xi):
@@ -26,23 +30,97 @@ def by_block(x, xi):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("norm", ["raw", "mean"])
-@pytest.mark.parametrize("scope", ["global", "tensor"])
-def test_equals_the_literal_algorithm(method, norm, scope):
+@pytest.mark.parametrize("unit", [1.0, 7.0, "first"])
+def test_equals_the_literal_algorithm_on_the_loss_divided_by_the_unit(method, unit):
     x0 = [np.array([1.0, -2.0, 0.5]), np.array([[3.0], [0.1]])]
-    options = {"method": method, "norm": norm, "scope": scope}
     rng = np.random.default_rng(3)
     samples = [draw(rng) for _ in range(200)]
 
     def lr(t):
         return 1 / np.sqrt(t)
 
-    expected = algorithm_1(by_block, [Group(x0, lr=lr)], samples, **options)
-    result = minimize(by_block, x0, draw, 200, lr=lr, rng=3, **options)
+    g_0 = unit
+    if unit == "first":
+        g_0 = np.sqrt(sum(np.sum(g * g) for g in by_block(x0, samples[0])))
+
+    def divided(x, xi):
+        return [g / g_0 for g in by_block(x, xi)]
+
+    expected = algorithm_1(divided, [Group(x0, lr=lr)], samples, method=method)
+    result = minimize(by_block, x0, draw, 200, lr=lr, rng=3, method=method, unit=unit)
     for ours, theirs in zip(result.x + result.estimator, expected.x[-1] + expected.d[-1]):
-        np.testing.assert_allclose(ours, theirs, rtol=1e-10, atol=1e-13)
-    gains = np.array([list(a.values()) for a in expected.gain]).squeeze()
-    np.testing.assert_allclose(result.history["gain"], gains, rtol=1e-12)
+        scale = 1 if any(ours is x for x in result.x) else g_0
+        np.testing.assert_allclose(ours, scale * theirs, rtol=1e-10, atol=1e-13)
+    np.testing.assert_allclose(result.history["gain"], expected.gain, rtol=1e-12)
+    np.testing.assert_allclose(result.history["step_size"], expected.step_size, rtol=1e-12)
+    assert result.unit == pytest.approx(g_0)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", FAMILY, ids=str)
+@settings(deadline=None, max_examples=20)
+@given(scale=st.sampled_from([1e-20, 1e-6, 1e6, 1e20]), zeros=st.integers(0, 2))
+def test_unit_first_removes_the_scale_of_the_loss(method, scale, zeros):
+    """Also if the first gradients are zero: the unit is that of the first which is not."""
+
+    def run(scale):
+        left = iter([0.0] * zeros + [1.0] * 99)
+
+        def sample(rng):
+            return next(left), *draw(rng)
+
+        def grad(x, xi):
+            return scale * xi[0] * wavy(x, xi[1:])
+
+        return minimize(grad, np.ones(1), sample, 50, method=method, unit="first", rng=0)
+
+    base, scaled = run(1.0), run(scale)
+    np.testing.assert_allclose(scaled.x, base.x, rtol=1e-9)
+    np.testing.assert_allclose(scaled.history["gain"], base.history["gain"], rtol=1e-9)
+    np.testing.assert_allclose(scaled.unit, scale * base.unit, rtol=1e-12)
+    norms = scaled.history["grad_norm"], scale * base.history["grad_norm"]
+    np.testing.assert_allclose(*norms, rtol=1e-6)  # norms stay raw
+
+
+def test_with_unit_first_lr_is_the_length_of_the_first_move():
+    path = []
+    options = {"unit": "first", "lr": 0.3, "callback": lambda r: path.append(r.x)}
+    result = minimize(lambda x, xi: 100 * np.sin(x), np.ones(4), None, 2, **options)
+    # |g_1| counts as 1, so a_2 = 2^(-2/3) and eta_1 = (1 / a_2)^(-1/3) = 2^(-2/9).
+    assert np.linalg.norm(path[1] - path[0]) == pytest.approx(0.3 * 2 ** (-2 / 9))
+    assert result.history["sum_g_sq"][0] == pytest.approx(1)
+    still = minimize(lambda x, xi: 0 * x, np.ones(2), None, 3, unit="first")
+    assert (still.unit, still.x.tolist()) == (1.0, [1, 1])
+
+
+def test_a_rule_object_is_a_method():
+    def run(method, **options):
+        return minimize(wavy, np.ones(2), draw, 30, method=method, rng=0, **options).x
+
+    np.testing.assert_array_equal(run(StormPlusRule()), run("storm+"))
+    np.testing.assert_array_equal(run(StormRule(theta=0.5)), run("storm", theta=0.5))
+
+
+def test_history_is_a_dict_of_arrays_also_in_the_callback():
+    seen = []
+    result = minimize(
+        wavy, np.ones(2), draw, 200, rng=0, callback=lambda r: seen.append(r.history["gain"])
+    )
+    assert type(result.history) is dict
+    assert {values.shape for values in result.history.values()} == {(200,)}
+    for t, gains in enumerate(seen, start=1):
+        np.testing.assert_array_equal(gains, result.history["gain"][:t])
+
+
+def test_without_scipy_the_result_has_the_same_fields():
+    code = (
+        "import sys\nsys.modules['scipy'] = sys.modules['scipy.optimize'] = None\n"
+        "from stormplus import minimize\n"
+        "r = minimize(lambda x, _: x, [1.0, 2.0], None, 3)\n"
+        "print(r.nit, r['ngev'], r.success, hasattr(r, 'fun'))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.stdout.split() == ["3", "5", "True", "False"], run.stderr
 
 
 def test_three_steps_by_hand():
@@ -57,7 +135,6 @@ def test_three_steps_by_hand():
     assert result.x[0] == pytest.approx(x3, rel=1e-14)
     np.testing.assert_allclose(result.history["grad_norm"], [x1, x2, x3], rtol=1e-14)
     assert result.history["gain"][:2] == pytest.approx([0.25, a3], rel=1e-14)
-    assert len(result.history) == len(list(result.history)) == 6
 
 
 def test_noiseless_estimator_is_the_gradient():
@@ -73,12 +150,11 @@ def test_noiseless_estimator_is_the_gradient():
     assert len(seen) == 100
 
 
-def test_counts_evaluations_and_draws_one_sample_a_step():
+def test_counts_evaluations_and_draws_one_sample_per_step():
     calls, draws = [], iter(range(99))
     result = minimize(lambda x, xi: calls.append(xi) or x, np.ones(2), lambda rng: next(draws), 5)
     assert calls == [0, 1, 1, 2, 2, 3, 3, 4, 4]
     assert (result.nit, result.ngev, next(draws), result.success) == (5, 9, 5, True)
-    assert isinstance(result, OptimizeResult)
     # One step evaluates once and does not move.
     result = minimize(lambda x, xi: x, [1.0], None, 1)
     assert (result.ngev, result.x[0], result.x_uniform[0]) == (1, 1.0, 1.0)
@@ -111,13 +187,14 @@ def test_learning_rate_forms():
 
 @settings(deadline=None, max_examples=50)
 @given(
-    st.sampled_from(METHODS),
+    st.sampled_from(FAMILY),
     st.lists(st.sampled_from([-1e20, -1.0, -1e-20, 0.0, 1e-20, 1.0, 1e20]), min_size=1, max_size=8),
 )
 def test_any_gradients_keep_the_invariants(method, values):
-    stream = iter(values)
-    result = minimize(lambda x, xi: np.array(xi), 0.0, lambda rng: next(stream), len(values),
-                      method=method)  # fmt: skip
+    stream, options = iter(values), {"method": method}
+    result = minimize(
+        lambda x, xi: np.array(xi), 0.0, lambda _: next(stream), len(values), **options
+    )
     gains = result.history["gain"]
     assert (np.diff(gains) <= 1e-15 * gains[:-1]).all()
     assert ((gains > 0) & (gains <= 1)).all()
@@ -174,15 +251,20 @@ def test_sums_that_overflow_raise():
         ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
         ({"steps": 2.5}, TypeError, "steps must be an integer, got 2.5"),
         ({"steps": True}, TypeError, "steps must be an integer, got True"),
-        ({"norm": "l1"}, ValueError, "norm must be one of raw, mean, got 'l1'"),
-        ({"scope": "all"}, ValueError, "scope must be one of global, group, tensor, got 'all'"),
+        ({"unit": "second"}, ValueError, "positive finite number or 'first', got 'second'"),
+        ({"unit": 0.0}, ValueError, "unit must be a positive finite number or 'first', got 0.0"),
+        ({"unit": np.inf}, ValueError, "unit must be a positive finite number"),
+        ({"unit": True}, ValueError, "unit must be a positive finite number"),
+        ({"norm": "mean"}, TypeError, "has no option norm"),
+        ({"method": StormRule}, TypeError, "a name or a rule object"),
+        ({"method": StormRule(), "w": 2.0}, TypeError, "set w on the rule object"),
         ({"method": "sgd"}, ValueError, "method must be one of"),
         ({"theta": 1.0}, TypeError, "has no option theta"),
         ({"method": "storm", "w": -1}, ValueError, "w must be a positive finite number, got -1"),
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative, got -1.0"),
         ({"lr": -1.0, "steps": 1}, ValueError, "lr must be finite and not negative, got -1.0"),
-        ({"lr": "fast"}, ValueError, "lr must be a number or one number a block, got 'fast'"),
-        ({"lr": [1.0, 2.0, 3.0]}, ValueError, "one number a block"),
+        ({"lr": "fast"}, ValueError, "lr must be a number or one number per block, got 'fast'"),
+        ({"lr": [1.0, 2.0, 3.0]}, ValueError, "one number per block"),
         ({"x0": []}, ValueError, "at least one block"),
         ({"x0": np.array([np.nan])}, ValueError, "x0 must be finite"),
         ({"x0": np.array([1j])}, TypeError, "x0 must be real, got complex numbers"),
@@ -204,6 +286,6 @@ def test_empty_blocks_count_nothing_and_arguments_are_not_modified():
         return g
 
     x0 = [np.zeros(3), np.zeros(0)]
-    assert minimize(rude, x0, None, 1, norm="mean").sum_g_sq == 1.0
+    assert minimize(rude, x0, None, 1).sum_g_sq == pytest.approx(3)
     assert (np.abs(minimize(rude, x0, None, 3).x[0]) < 9).all()
     np.testing.assert_array_equal(x0[0], np.zeros(3))

@@ -10,10 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from stormplus import rules
-from stormplus.rules import SimplifiedStormPlusRule, StormPlusRule, StormRule, Sum, Sums, make_rule
+from stormplus.rules import (
+    AdaStormRule,
+    MetaStormNARule,
+    MetaStormSGRule,
+    NormalizedStormRule,
+    SimplifiedStormPlusRule,
+    StormPlusRule,
+    StormRule,
+    Sum,
+    Sums,
+    make_rule,
+)
 
-NAMES = ("storm+", "simplified-storm+", "storm")
-every_rule = pytest.mark.parametrize("rule", [make_rule(name) for name in NAMES], ids=NAMES)
+RULES = {
+    "storm+": StormPlusRule(),
+    "simplified-storm+": SimplifiedStormPlusRule(),
+    "storm": StormRule(),
+    "meta-storm-sg": MetaStormSGRule(),
+    "meta-storm-na": MetaStormNARule(),
+    "normalized-storm": NormalizedStormRule(),
+    "ada-storm": AdaStormRule(horizon=1000),
+}
+every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 # 0 and the far ends of what a gradient's norm may be, beside ordinary values
 NORMS = st.one_of(st.sampled_from([0.0, 1e-20, 1e-10, 1.0, 1e10, 1e20]), st.floats(0, 1e20))
 
@@ -62,6 +81,34 @@ def test_storm_by_hand():
     assert steps == pytest.approx([0.1 / 0.1 ** (1 / 3)])
 
 
+@pytest.mark.parametrize(
+    ("rule", "squares", "gains", "steps"),
+    [
+        # a_0 = 2, b_0 = 3, p = 1/2, q = 1/4. sum |g|^2 / 4 is 7, 26: a = 1/4, 1/9. With
+        # sum |d|^2 = 7, 16: 1/b = a^(1/4) / (3^2 + 7)^(1/2), ... / (9 + 16)^(1/2).
+        (MetaStormSGRule(2.0, 3.0), [(28.0, 7.0), (76.0, 9.0)], [1 / 4, 1 / 9],
+         [0.5**0.5 / 4, (1 / 3) ** 0.5 / 5]),
+        # p = q = 1/3 (p + 2q = 1), b_0 = 1: 1/b = a^(1/3) (1 + sum |d|^2)^(-1/3)
+        (MetaStormSGRule(p=1 / 3), [(7.0, 26.0)], [1 / 4], [0.25 ** (1 / 3) / 3]),
+        # a_0 = 1/7: a_2 = 8^(-2/3), a_3 = 15^(-2/3), whatever |g| is
+        (MetaStormNARule(1 / 7, 3.0), [(5.0, 7.0), (1e9, 9.0)], [1 / 4, 15 ** (-2 / 3)],
+         [0.5**0.5 / 4, 15 ** (-1 / 6) / 5]),
+        # a move of length t^(-2/3): eta |d| = 1, 2^(-2/3)
+        (NormalizedStormRule(), [(5.0, 16.0), (1.0, 9.0)], [1, 2 ** (-2 / 3)],
+         [1 / 4, 2 ** (-2 / 3) / 3]),
+        # T = 1000, alpha = 1/4: a = 1/100; eta = min(1/10, (1000 S)^(-1/4)) with S = sum |d|^2,
+        # which is 4 and then 160. The two are equal at S = 10.
+        (AdaStormRule(1000.0), [(5.0, 4.0), (5.0, 156.0)], [0.01, 0.01],
+         [0.1, 160_000 ** (-1 / 4)]),
+    ],
+    ids=["meta-storm-sg", "p = q = 1/3", "meta-storm-na", "normalized-storm", "ada-storm"],
+)  # fmt: skip
+def test_the_family_by_hand(rule, squares, gains, steps):
+    _, found_gains, found_steps = run(rule, squares)
+    assert found_gains == pytest.approx(gains, rel=1e-12)
+    assert found_steps == pytest.approx(steps, rel=1e-12)
+
+
 @every_rule
 @settings(max_examples=50, deadline=None)
 @given(norms=st.lists(st.tuples(NORMS, NORMS), min_size=1, max_size=20))
@@ -71,28 +118,21 @@ def test_gain_and_step_size_are_positive_and_never_grow(rule, norms):
     assert all(0 < eta < math.inf for eta in steps)
     slack = 1 + 1e-15  # one rounding of the power
     assert all(b <= a * slack for a, b in itertools.pairwise(gains))
+    if isinstance(rule, NormalizedStormRule):  # the length of a move falls, not eta
+        return
     # While all d are zero eta is 1 by definition; from the first d that is not, it falls.
     moving = [eta for eta, (_, d) in zip(steps[1:], np.cumsum(norms, axis=0)) if d * d > 0]
     assert all(b <= a * slack for a, b in itertools.pairwise(moving))
 
 
 @settings(max_examples=50, deadline=None)
-@given(st.lists(st.sampled_from([1e-40, 1.0, 1e20, 3.0, 1e-7, 1e7]), min_size=1, max_size=50))
+@given(st.lists(st.sampled_from([1e-40, 1.0, 1e20, 3.0, 1e-7, 2.0**24]), min_size=1, max_size=50))
 def test_compensated_float32_sum_is_float64_accurate(terms):
     total = Sum(np.float32(0), np.float32(0))
     for term in terms:
         total = total.plus(np.float32(term))
-    exact = math.fsum(float(np.float32(term)) for term in terms)
+    exact = math.fsum(float(np.float32(term)) for term in terms)  # 2^24 + 1 is no float32
     assert float(total.value) + float(total.lost) == pytest.approx(exact, rel=1e-12)
-
-
-def test_plain_float32_sum_would_stop_growing():
-    # 2^24 + 1 is not a float32: without compensation a long run's sum stands still.
-    total = Sum(np.float32(2**24), np.float32(0))
-    for _ in range(100):
-        total = total.plus(np.float32(1))
-    assert float(total.value) + float(total.lost) == 2**24 + 100
-    assert np.float32(2**24) + np.float32(1) == np.float32(2**24)
 
 
 @every_rule
@@ -121,8 +161,23 @@ def test_storm_refuses_constants_whose_gain_is_no_number(constants):
         StormRule(**constants)
 
 
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: MetaStormSGRule(p=0.6), "p must be between 1/4 and 1/2, got 0.6"),
+        (lambda: MetaStormNARule(b_0=0), "b_0 must be a positive finite number, got 0"),
+        (lambda: AdaStormRule(100, alpha=0.5), "alpha must be below 1/3"),
+        (lambda: AdaStormRule(math.inf), "horizon must be a positive finite number, got inf"),
+    ],
+)
+def test_the_family_refuses_constants(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
 def test_names_and_options_are_checked():
-    assert make_rule("storm", theta=0.5) == StormRule(theta=0.5)
+    for name, rule in RULES.items():
+        assert make_rule(name, **({"horizon": 1000} if name == "ada-storm" else {})) == rule
     assert StormRule(theta=np.float32(0.5), w=1) == StormRule(theta=0.5, w=1.0)
     assert json.dumps(rules.describe(StormRule(theta=np.float32(0.5))))  # a checkpoint has it
     with pytest.raises(ValueError, match=r"method must be one of storm\+, .*, got 'adam'"):
@@ -133,177 +188,8 @@ def test_names_and_options_are_checked():
 
 def test_describe_names_the_class_and_its_fields():
     fields = {"theta": 0.5, "w": 0.1, "c": 100.0, "smoothness": 1.0}
-    told = {"rule": "StormRule"} | {f"rule.{name}": value for name, value in fields.items()}
-    assert rules.describe(StormRule(theta=0.5)) == told
+    expected = {"rule": "StormRule"} | {f"rule.{name}": value for name, value in fields.items()}
+    assert rules.describe(StormRule(theta=0.5)) == expected
     for nameless in (lambda *_: None, StormRule):
-        with pytest.raises(TypeError, match="a rule must be an object of a frozen dataclass"):
+        with pytest.raises(TypeError, match="a rule must be an instance of a frozen dataclass"):
             rules.describe(nameless)
-
-
-def test_untuned_scales_by_hand():
-    assert [rules.natural_scale(inputs) for inputs in (0, 1, 4, 25)] == [1, 1, 1 / 2, 1 / 5]
-    # the larger of the two, elementwise too
-    assert rules.distance_ceiling(3.0, 0.5) == 3
-    assert rules.distance_ceiling(0.0, 0.5) == 0.5
-    assert rules.distance_ceiling(np.array([1e-20, 1e20]), 0.5).tolist() == [0.5, 1e20]
-    assert rules.first_distance(3.0) == pytest.approx(0.05, rel=1e-15)  # a sixtieth of it
-    # the largest so far, never above the ceiling
-    assert rules.next_distance(0.1, 0.05, 2.0) == 0.1
-    assert rules.next_distance(0.1, 0.7, 2.0) == 0.7
-    assert rules.next_distance(0.1, 9.0, 2.0) == 2
-    assert rules.next_distance(2.0, 2.0, 2.0) == 2
-
-
-def test_untuned_steps_by_hand():
-    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a sixtieth of 12 is 0.2, and with
-    # evidence of 2 three times that
-    assert rules.untuned_step_size(3.0, 8.0, 100.0, 0.0) == pytest.approx(1, rel=1e-15)
-    assert rules.untuned_step_size(0.01, 0.0, 1.0, 0.0) == 0.01
-    assert rules.untuned_step_size(3.0, 8.0, 12.0, 0.0) == pytest.approx(0.2, rel=1e-15)
-    assert rules.untuned_step_size(3.0, 8.0, 12.0, 2.0) == pytest.approx(0.6, rel=1e-15)
-    assert rules.untuned_step_size(3.0, 8.0, 12.0, 1e9) == pytest.approx(1, rel=1e-15)
-    assert [rules.counted_step(square) for square in (0.0, 0.25, 1.0, 7.0)] == [0, 0.25, 1, 1]
-    assert [rules.unit_weight(t) for t in (1, 4, 28)] == [1, 0.5, 0.1]  # 3 / (t + 2)
-    assert [rules.average_weight(t) for t in (1, 10, 82)] == [1, 0.5, 0.1]  # 9 / (t + 8)
-    # 0.1 * 0.02 at the natural scale; a tensor four times that has four times the step, and the
-    # same decay; and never more than all of it
-    assert rules.decay_factor(0.1, 0.02, 0.5, 0.5) == pytest.approx(0.002, rel=1e-15)
-    assert rules.decay_factor(0.1, 0.08, 0.5, 2.0) == pytest.approx(0.002, rel=1e-15)
-    assert rules.decay_factor(1e9, 0.02, 0.5, 0.5) == 1
-    assert rules.decay_factor(0.0, 0.02, 0.5, 0.5) == 0
-
-
-def test_agreement_by_hand():
-    def agreement(moved, walk):
-        arrays = (np.array([float(v)]) for v in (moved, walk))
-        return float(rules.least_agreement(*arrays, np.array([True])))
-
-    # Nine steps of 2: in one direction they lead to 18, at random to 2 sqrt(9) = 6.
-    assert agreement(18, 9 * 2**2) == 8
-    assert agreement(6, 9 * 2**2) == 0
-    assert agreement(0, 9 * 2**2) == 0  # and never below
-    assert agreement(0, rules.FIRST_WALK) == 0
-    assert agreement(1, rules.FIRST_WALK) == 0  # weight decay alone
-
-
-@pytest.mark.parametrize(
-    ("ratio", "walk", "axes", "least"),
-    [
-        ([5, 2, 3], [1, 1, 1], [2, 4, 2], 1),
-        ([5, 2, 3], [1, 1, 1], [2, 1, 2], 2),  # a vector has no say
-        ([5, 2, 3], [1, 0, 1], [2, 2, 2], 2),  # nor has what has not moved
-        ([5, 2, 3], [1, 1, 1], [1, 0, 1], 1),  # unless there is no matrix
-        ([5, 2, 3], [0, 1, 1], [2, 1, 1], 0),  # one that never moves is no evidence
-        ([0, 0, 0], [0, 0, 0], [2, 2, 1], 0),  # before the first step
-        ([5, math.inf, math.nan], [1, 1, 1], [2, 2, 2], 4),  # their owners are told another way
-        ([5, 1e30], [1, 1], [2, 2], 4),
-        ([], [], [], 0),
-    ],
-)
-def test_the_least_agreement_by_hand(ratio, walk, axes, least):
-    walk = np.array(walk, float) + rules.FIRST_WALK
-    moved = np.sqrt(np.array(ratio, float) * walk)
-    arrays = [moved, walk, np.array(rules.asked(axes), bool)]
-    assert rules.least_agreement(*arrays) == pytest.approx(least, abs=1e-14)
-    jnp = pytest.importorskip("jax.numpy")
-    found = rules.least_agreement(*map(jnp.asarray, arrays))
-    assert float(found) == pytest.approx(least, abs=1e-6)
-
-
-def test_noise_is_no_evidence_and_a_direction_is():
-    """A walk of a thousand coordinates, with a tenth of signal in its squared steps, or none."""
-    noise, asked = np.random.default_rng(0).standard_normal((300, 1000)), np.array([True])
-    for signal, low, high in ((0.0, 0.0, 0.1), (0.3, 20.0, 30.0)):
-        moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1, keepdims=True))
-        walk = np.cumsum(np.mean((noise + signal) ** 2, 1, keepdims=True), 0)
-        found = [float(rules.least_agreement(*pair, asked)) for pair in zip(moved, walk)]
-        # By hand: t^2 signal^2 + t, over t (1 + signal^2), less 1, is (t - 1) times this.
-        expected = np.arange(300) * signal**2 / (1 + signal**2)
-        np.testing.assert_allclose(found, expected, atol=0.15 + 0.1 * expected.max())
-        assert low <= found[-1] <= high
-
-
-def test_the_unit_holds_a_coordinate_within_a_root_of_the_steps():
-    # One gradient after t - 1 of zero: s^2 = 3 / (t + 2) g^2, so (g / s)^2 = (t + 2) / 3.
-    for t in (1, 10, 1000):
-        assert 1 / rules.unit_weight(t) == pytest.approx((t + 2) / 3, rel=1e-15)
-
-
-def test_the_average_weighs_the_iterates_as_t_to_the_eighth():
-    # The t-th has c_t times all (1 - c_k) after it. By hand, of 3 iterates: c = 1, 0.9, 9/11, so
-    # the weights are 0.1 * 2/11, 0.9 * 2/11, 9/11 = 1/55, 9/55, 45/55.
-    weights = np.zeros(3)
-    for t in (1, 2, 3):
-        c = rules.average_weight(t)
-        weights *= 1 - c
-        weights[t - 1] = c
-    assert weights == pytest.approx([1 / 55, 9 / 55, 45 / 55], rel=1e-12)
-
-
-@settings(max_examples=200, deadline=None)
-@given(st.integers(0, 10**8))
-def test_the_sample_has_no_factor_in_common_with_the_size_and_is_small(size):
-    stride = rules.sample_stride(size)
-    assert 1 <= stride <= max(1, size // 4096)
-    assert math.gcd(stride, size) == 1 or size == 0
-    # The worst is 60060 = 2 * 2 * 3 * 5 * 7 * 11 * 13: no number from 14 down to 2 will do.
-    assert min(size, 4096) <= -(-size // stride) <= 60060
-
-
-def test_the_sample_by_hand():
-    assert rules.sample_stride(60060) == 1
-    assert rules.sample_stride(0) == rules.sample_stride(8191) == 1
-    assert rules.sample_stride(2**20) == 255  # 256 divides it, as 2 does; 255 does not
-    assert rules.sample_stride(4096 * 25) == 23  # 25 and 24 have factors in common with it
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_larger_and_the_smaller_of_two_are_one_of_them(dtype):
-    """Never a difference of the two: that of 1e20 and 1 is 1e20."""
-    numbers = np.array([0, 1e-20, 1e-3, 0.3, 1, 1e3, 3e7, 1e20, 1e30], dtype)
-    r, measured, ceiling = np.meshgrid(numbers, numbers, numbers)
-    expected = np.minimum(np.maximum(r, measured), ceiling)
-    np.testing.assert_array_equal(rules.next_distance(r, measured, ceiling), expected)
-    np.testing.assert_array_equal(rules.distance_ceiling(r, ceiling), np.maximum(r, ceiling))
-    np.testing.assert_array_equal(rules.counted_step(numbers), np.minimum(numbers, 1))
-    assert rules.next_distance(r, measured, ceiling).dtype == dtype
-    assert rules.decay_factor(1e30, 1.0, 1.0, 1.0) == 1
-
-
-@pytest.mark.parametrize("framework", ["floats", "numpy", "torch", "jax", "jax, compiled"])
-def test_a_nan_stays_one_in_every_framework(framework):
-    """Else a step from parameters that are not finite would be taken."""
-    pick = rules.next_distance
-    if framework.startswith("jax"):
-        jax = pytest.importorskip("jax")
-        pick = jax.jit(pick) if "compiled" in framework else pick
-    array = {
-        "floats": float,
-        "numpy": np.array,
-        "torch": lambda x: pytest.importorskip("torch").tensor(x),
-    }.get(framework, lambda x: pytest.importorskip("jax").numpy.array(x))
-    for place in range(3):
-        numbers = [1.0, 2.0, 3.0]
-        numbers[place] = math.nan
-        assert math.isnan(float(pick(*map(array, numbers))))
-
-
-def test_untuned_formulas_are_the_same_in_every_framework():
-    torch = pytest.importorskip("torch")
-    a, b, c = np.array([0.02, 3.0, 0.0]), np.array([5.0, 0.0, 1.0]), np.array([0.5, 2.0, 1.0])
-    natural = 0.5
-    for formula, arguments in (
-        (rules.distance_ceiling, (a, b)),
-        (rules.next_distance, (a, b, c)),
-        (rules.untuned_step_size, (a, b, c, a)),
-        (rules.counted_step, (a,)),
-        (rules.decay_factor, (a, b, natural, c)),
-    ):
-        expected = [
-            formula(*(v if isinstance(v, float) else float(v[i]) for v in arguments))
-            for i in range(3)
-        ]
-        ours = formula(*arguments)
-        tensors = (v if isinstance(v, float) else torch.from_numpy(v) for v in arguments)
-        np.testing.assert_allclose(ours, expected, rtol=1e-15)
-        np.testing.assert_allclose(formula(*tensors).numpy(), expected, rtol=1e-15)

@@ -1,20 +1,33 @@
 """`minimize`: Algorithm 1 in NumPy float64, to be read beside the paper.
 
-This is the oracle every other backend is tested against, so it is slow and obvious: it
-keeps the previous iterate, evaluates both gradients where the paper does, and shares
-with the fast code nothing but the scalar rules.
+Every other backend is tested against it, so it is slow and obvious: it keeps the previous
+iterate, evaluates both gradients where the paper does, and shares only the scalar rules
+with the fast code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import OptimizeResult
 
-from stormplus.rules import NORMS, SCOPES, Sums, check_choice, make_rule
+from stormplus.rules import Rule, Sums, check_unit, make_rule
+
+try:
+    from scipy.optimize import OptimizeResult
+except ImportError:
+
+    class OptimizeResult(dict):  # type: ignore[no-redef,type-arg]
+        """A dict whose keys are attributes too, as SciPy's class of this name."""
+
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return self[name]
+            except KeyError:
+                raise AttributeError(name) from None
+
 
 Array: TypeAlias = NDArray[np.float64]
 Blocks: TypeAlias = list[Array]
@@ -28,15 +41,14 @@ def minimize(
     sample: Callable[[np.random.Generator], Any] | None,
     steps: int,
     *,
-    method: str = "storm+",
+    method: str | Rule = "storm+",
     lr: float | Sequence[float] | Callable[[int], float | Sequence[float]] = 1.0,
-    norm: str = "raw",
-    scope: str = "global",
+    unit: float | str = 1.0,
     rng: np.random.Generator | int | None = None,
     callback: Callable[[OptimizeResult], Any] | None = None,
     **rule_options: float,
 ) -> OptimizeResult:
-    """Find a stationary point of E[f(x; xi)] with STORM+, simplified STORM+ or STORM.
+    """Find a stationary point of E[f(x; xi)] with STORM+ or another rule of its family.
 
     Args:
         grad: `grad(x, xi)`, the gradient of f(.; xi) at x, shaped like `x0`.
@@ -44,38 +56,36 @@ def minimize(
         sample: `sample(rng)` draws one xi. None, or a function that returns None, for a
             deterministic objective.
         steps: T, the number of samples; 2T - 1 gradients are evaluated.
-        method: "storm+", "simplified-storm+" or "storm".
-        lr: Multiplies eta_t in the move, and enters no rule: a number, one number a
+        method: A name, as for `stormplus.rules.make_rule`, or a rule object.
+        lr: Multiplies eta_t in the move, and enters no rule: a number, one number per
             block, or a function of t (1, 2, ...) that returns either.
-        norm: "raw" (the paper), or "mean": |.|^2 divided by the number of elements.
-        scope: Which blocks make a bucket, that is, share one set of sums. "global" (the
-            paper): all of them. "group" and "tensor": each block is a bucket of its own.
-        rng: A generator or a seed, handed to `sample`. Its stream is used for nothing else.
+        unit: The unit of the gradient: the rule sees g / unit and d / unit, and the move is
+            lr eta_t d_t / unit, as if f were divided by it. 1.0 is the paper; "first" takes the
+            norm of the first gradient that is not zero.
+        rng: A generator or a seed, passed to `sample`. Its stream is used for nothing else.
         callback: `callback(result)` after each sample, with the result so far.
-            `StopIteration` ends the run; any other exception leaves with the result so far
-            as its attribute `result`, and so does `KeyboardInterrupt`.
-        **rule_options: For "storm": `theta`, `w`, `c`, `smoothness`.
+            `StopIteration` ends the run. Any other exception, also `KeyboardInterrupt`,
+            propagates with the result so far as its attribute `result`.
+        **rule_options: The constants of the rule, if `method` is a name.
 
     Returns:
-        A `scipy.optimize.OptimizeResult`: `x` (x_T), `x_uniform` (uniform over
-        x_1..x_T, the paper's output), `nit`, `ngev`, `estimator` (d_T), `gain`
-        (a_{T+1}), `step_size` (eta_T), the sums, and `history`, a dict of one array a
-        quantity with one row a sample. With a scope other than "global" the scalars are
-        arrays, one entry a bucket.
+        A `scipy.optimize.OptimizeResult` (without SciPy, a dict with the same attributes): `x`
+        (x_T), `x_uniform` (uniform over x_1..x_T, the paper's output), `nit`, `ngev`,
+        `estimator` (d_T), `gain` (a_{T+1}), `step_size` (eta_T), the sums, `unit`, and
+        `history`, a dict from each scalar's name to an array with one entry per sample.
 
     Raises:
-        TypeError: A function that is not callable, an unknown rule option.
+        TypeError: An argument that is not callable, an unknown rule option.
         ValueError: steps < 1, an unknown name, a gradient of the wrong shape.
         FloatingPointError: A gradient that is not finite; its attribute `result` is the
             result up to the sample before.
     """
     _check_functions(grad=grad, sample=sample, callback=callback)
     _check_steps(steps)
-    check_choice("norm", norm, NORMS)
-    check_choice("scope", scope, SCOPES)
+    check_unit(unit)
     rule = make_rule(method, **rule_options)
     rng = np.random.default_rng(rng)
-    # A child's stream: choosing x_uniform leaves the stream of the samples untouched.
+    # A separate stream: choosing x_uniform does not change the samples.
     (reservoir,) = rng.spawn(1)
 
     single = not isinstance(x0, (list, tuple))
@@ -87,49 +97,48 @@ def minimize(
         g = grad(at[0].copy() if single else [block.copy() for block in at], xi)
         return _checked_gradient([g] if single else g, at)
 
-    def square_norm(blocks: Blocks) -> Any:
-        """|.|^2 as the rules see it: one number, or one a bucket."""
-        squares = np.array([np.vdot(block, block) for block in blocks])
-        sizes = np.array([block.size for block in blocks])
-        if scope == "global":
-            squares, sizes = squares.sum(), sizes.sum()
-        return squares / np.maximum(sizes, 1) if norm == "mean" else squares
-
     if not callable(lr):
-        _per_block(lr, len(x))  # a bad one is refused before the first sample is drawn
+        _per_block(lr, len(x))  # raise before the first sample is drawn
     d: Blocks = []
-    a = eta = np.ones(())
-    sums, result = Sums(), _Progress(single, scope, x)
+    a = eta = 1.0
+    g_0 = None if unit == "first" else float(unit)
+    sums, result = Sums(), _Progress(single, x)
     try:
         for t in range(1, steps + 1):
             xi = None if sample is None else sample(rng)
             if t == 1:
                 d = g = gradient(x, xi)  # Alg. 1, line 1
             else:
-                lr_t = _per_block(lr(t - 1) if callable(lr) else lr, len(x))
-                step = lr_t * eta
-                x_new = [x_i - s_i * d_i for x_i, s_i, d_i in zip(x, step, d)]  # Alg. 1, line 4
+                lrs = _per_block(lr(t - 1) if callable(lr) else lr, len(x))
+                x_new = [
+                    x_i - lr_i * eta * (d_i / (g_0 or 1.0))  # Alg. 1, line 4
+                    for x_i, lr_i, d_i in zip(x, lrs, d)
+                ]
                 g, g_tilde = gradient(x_new, xi), gradient(x, xi)  # Alg. 1, line 5
                 d = [
-                    g_i + (1 - a_i) * (d_i - g_tilde_i)  # Alg. 1, line 6
-                    for g_i, a_i, d_i, g_tilde_i in zip(g, np.broadcast_to(a, len(x)), d, g_tilde)
+                    g_i + (1 - a) * (d_i - g_tilde_i)  # Alg. 1, line 6
+                    for g_i, d_i, g_tilde_i in zip(g, d, g_tilde)
                 ]
                 x = x_new
-            g_sq, d_sq = square_norm(g), square_norm(d)
-            with np.errstate(over="ignore", invalid="ignore"):  # looked at in the next line
-                sums, a, eta = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
-            if not np.isfinite(sums.sum_d_sq_over_a.total).all():
+            with np.errstate(over="ignore", invalid="ignore"):  # checked below
+                g_norm, d_norm = _norm(g), _norm(d)
+                # Beyond the paper: g_0, the unit of the gradient. While all are zero it is 1.
+                g_0 = g_norm or None if g_0 is None else g_0
+                in_units = (g_norm / (g_0 or 1.0)) ** 2, (d_norm / (g_0 or 1.0)) ** 2
+                sums, a, eta = rule(sums, *in_units, t)  # Alg. 1, line 3
+            if not np.isfinite(sums.sum_d_sq_over_a.total):
                 raise FloatingPointError(
-                    f"gradients of norm {np.sqrt(g_sq)} are too large for the sums: scale f down"
+                    f"gradients of norm {g_norm} are too large for the sums: pass unit='first'"
                 )
             result.record(
                 x=x,
                 estimator=d,
                 uniform=reservoir.integers(t) == 0,  # Alg. 1, line 8
+                unit=g_0 or 1.0,
                 gain=a,
                 step_size=eta,
-                grad_norm=np.sqrt(g_sq),
-                estimator_norm=np.sqrt(d_sq),
+                grad_norm=g_norm,
+                estimator_norm=d_norm,
                 sum_g_sq=sums.sum_g_sq.total,
                 sum_d_sq_over_a=sums.sum_d_sq_over_a.total,
             )
@@ -138,7 +147,7 @@ def minimize(
                     callback(result.so_far("in progress"))
                 except StopIteration:
                     return result.so_far(f"stopped by the callback after {t} samples")
-    except BaseException as error:  # KeyboardInterrupt too: nothing is lost
+    except BaseException as error:  # also KeyboardInterrupt
         error.result = result.so_far(f"ended by {error!r}")  # type: ignore[attr-defined]
         raise
     return result.so_far("all samples used", success=True)
@@ -147,24 +156,22 @@ def minimize(
 class _Progress:
     """The result so far."""
 
-    def __init__(self, single: bool, scope: str, x: Blocks) -> None:
-        self.single, self.scope, self.nit = single, scope, 0
+    def __init__(self, single: bool, x: Blocks) -> None:
+        self.single, self.nit = single, 0
         self.fields: dict[str, Any] = {"x": x, "x_uniform": x}
-        self.rows: dict[str, list[Any]] = {name: [] for name in HISTORY}
+        self.rows = np.empty((64, len(HISTORY)))  # doubled when it is full
 
-    def record(self, *, x: Blocks, estimator: Blocks, uniform: bool, **scalars: Any) -> None:
+    def record(
+        self, *, x: Blocks, estimator: Blocks, uniform: bool, unit: float, **scalars: Any
+    ) -> None:
+        if self.nit == len(self.rows):
+            self.rows = np.concatenate([self.rows, np.empty_like(self.rows)])
+        self.rows[self.nit] = [scalars[name] for name in HISTORY]
         self.nit += 1
-        self.fields.update(x=x, estimator=estimator)
+        self.fields.update({name: float(scalars[name]) for name in HISTORY})
+        self.fields.update(x=x, estimator=estimator, unit=unit)
         if uniform:  # with probability 1/t: reservoir sampling
             self.fields["x_uniform"] = x
-        for name in HISTORY:
-            value: Any
-            if self.scope == "global":
-                value = float(scalars[name])
-            else:  # simplified STORM+ has one `a` for all buckets
-                value = np.broadcast_to(scalars[name], len(x)).copy()
-            self.rows[name].append(value)
-            self.fields[name] = value
 
     def so_far(self, message: str, *, success: bool = False) -> OptimizeResult:
         fields = dict(self.fields)
@@ -172,35 +179,22 @@ class _Progress:
             if name in fields:
                 blocks = [block.copy() for block in fields[name]]
                 fields[name] = blocks[0] if self.single else blocks
+        fields |= {
+            "nit": self.nit,
+            "ngev": max(2 * self.nit - 1, 0),
+            # Views: rows that are recorded do not change, and a callback per step is cheap.
+            "history": {name: self.rows[: self.nit, i] for i, name in enumerate(HISTORY)},
+            "success": success,
+            "status": 0 if success else 1,
+            "message": message,
+        }
         result = OptimizeResult()
         result.update(fields)
-        result.update(
-            {
-                "nit": self.nit,
-                "ngev": max(2 * self.nit - 1, 0),
-                "history": _History(self.rows, self.nit),
-                "success": success,
-                "status": 0 if success else 1,
-                "message": message,
-            }
-        )
         return result
 
 
-class _History(Mapping[str, Array]):
-    """One array a quantity, made when it is read: a callback at each step stays cheap."""
-
-    def __init__(self, rows: dict[str, list[Any]], length: int) -> None:
-        self._rows, self._length = rows, length
-
-    def __getitem__(self, name: str) -> Array:
-        return np.array(self._rows[name][: self._length], dtype=np.float64)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._rows)
-
-    def __len__(self) -> int:
-        return len(self._rows)
+def _norm(blocks: Blocks) -> float:
+    return float(np.sqrt(np.sum([np.vdot(block, block) for block in blocks])))
 
 
 def _check_functions(**functions: Any) -> None:
@@ -218,7 +212,7 @@ def _check_steps(steps: int) -> None:
 
 def _as_float64(block: Any) -> Array:
     if np.iscomplexobj(block):
-        raise TypeError("x0 must be real, got complex numbers: give real and imaginary parts")
+        raise TypeError("x0 must be real, got complex numbers: pass real and imaginary parts")
     array = np.array(block, dtype=np.float64)
     if not np.isfinite(array).all():
         raise ValueError(f"x0 must be finite, got {array}")
@@ -229,9 +223,9 @@ def _per_block(lr: Any, blocks: int) -> Array:
     try:
         rates = np.asarray(lr, dtype=np.float64)
     except (TypeError, ValueError):
-        raise ValueError(f"lr must be a number or one number a block, got {lr!r}") from None
+        raise ValueError(f"lr must be a number or one number per block, got {lr!r}") from None
     if rates.ndim > 1 or (rates.ndim == 1 and len(rates) != blocks):
-        raise ValueError(f"lr must be a number or one number a block ({blocks}), got {lr!r}")
+        raise ValueError(f"lr must be a number or one number per block ({blocks}), got {lr!r}")
     if not (np.isfinite(rates).all() and (rates >= 0).all()):
         raise ValueError(f"lr must be finite and not negative, got {lr!r}")
     return np.broadcast_to(rates, blocks)

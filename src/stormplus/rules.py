@@ -1,9 +1,9 @@
-"""The paper's scalar rules: what the gain `a` and the step size `eta` are.
+"""The scalar rules of the STORM family: the gain `a` and the step size `eta`.
 
 A rule is a pure function `(sums, |g_t|^2, |d_t|^2, t) -> (sums, a_{t+1}, eta_t)`. It uses
 arithmetic only, so it runs on Python floats, NumPy arrays, torch tensors and jax arrays
-alike, elementwise, and imports none of them. Every backend of the library calls these
-three classes; there is no second copy of a formula.
+alike, and imports none of them. Every backend of the library calls these rules; there is no
+second copy of a formula.
 
 | here                | paper                              |
 |---------------------|------------------------------------|
@@ -12,38 +12,58 @@ three classes; there is no second copy of a formula.
 | `eta`               | eta_t                              |
 | `sum_g_sq`          | sum_{i<=t} |g_i|^2                 |
 | `sum_d_sq_over_a`   | sum_{i<=t} |d_i|^2 / a_{i+1}       |
+
+With `unit` g_0, a backend passes |g_t|^2 / g_0^2 and |d_t|^2 / g_0^2 and moves by
+lr eta_t d_t / g_0, as if the loss were divided by g_0.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
-# A float, or an array of any framework that has the arithmetic operators.
+# A float, or an array of any framework.
 Scalar: TypeAlias = Any
-
-NORMS = ("raw", "mean")  # what |.|^2 means: the paper's, or divided by the number of elements
-SCOPES = ("global", "group", "tensor")  # which parameters make a bucket: they share their sums
 
 
 def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Refuse what is not one of the choices."""
+    """Raise if `value` is not one of `choices`."""
     if value not in choices:
         raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
 
 
+def check_unit(unit: Any) -> float | str:
+    """Return the unit of the gradient: "first", or a positive finite number."""
+    if isinstance(unit, str):
+        valid = unit == "first"
+    else:
+        valid = not isinstance(unit, bool) and isinstance(unit, Real) and 0 < float(unit) < math.inf
+    if not valid:
+        raise ValueError(f"unit must be a positive finite number or 'first', got {unit!r}")
+    return unit if isinstance(unit, str) else float(unit)
+
+
+def _check_positive(rule: Any) -> None:
+    """Raise unless every field of a rule is a positive finite number; store it as a float."""
+    for field in fields(rule):
+        value = getattr(rule, field.name)
+        if not (isinstance(value, Real) and 0 < float(value) < math.inf):
+            raise ValueError(f"{field.name} must be a positive finite number, got {value!r}")
+        object.__setattr__(rule, field.name, float(value))  # JSON has no NumPy numbers
+
+
 def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
-    """The rounded sum, and exactly what rounding has kept out of it (Knuth's TwoSum)."""
+    """Return the rounded sum and its rounding error, exactly (Knuth's TwoSum)."""
     value = left + right
     seen = value - left
     return value, (left - (value - seen)) + (right - seen)
 
 
 class Sum(NamedTuple):
-    """A running sum, and what rounding has kept out of it.
+    """A running sum and its rounding error.
 
     Float64 hardly needs the second number. Float32, on devices that have nothing wider,
     would stop growing after some 10^7 equal terms without it.
@@ -57,14 +77,14 @@ class Sum(NamedTuple):
         return self.value + self.lost
 
     def plus(self, term: Scalar) -> Sum:
-        # Beyond the paper: compensated. What was lost is folded back at once, or it would grow
-        # until it lost digits of its own.
+        # Beyond the paper: compensated. The error is added back at once; otherwise it would grow
+        # until it lost digits itself.
         value, lost = _two_sum(self.value, term)
         return Sum(*_two_sum(value, self.lost + lost))
 
 
 class Sums(NamedTuple):
-    """What a rule remembers between steps."""
+    """The state of a rule between steps: two running sums."""
 
     sum_g_sq: Sum = Sum()
     sum_d_sq_over_a: Sum = Sum()
@@ -124,15 +144,9 @@ class StormRule:
     smoothness: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if not (isinstance(value, Real) and 0 < float(value) < math.inf):
-                raise ValueError(
-                    f"{field.name} must be a positive finite number, got {value!r}; "
-                    f"the default is {field.default}"
-                )
-            object.__setattr__(self, field.name, float(value))  # NumPy's and others': no JSON
-        eta = self.theta / self.w ** (1 / 3)  # the first; a product overflows without an error
+        _check_positive(self)
+        eta = self.theta / self.w ** (1 / 3)  # the first
+        # Products overflow to inf, where `**` would raise OverflowError.
         largest = self.smoothness * self.smoothness * self.c * eta * eta
         if not 0 < largest < math.inf:
             raise ValueError(f"c L^2 eta^2 must be positive and finite, got {largest} from {self}")
@@ -140,29 +154,179 @@ class StormRule:
     def __call__(
         self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
     ) -> tuple[Sums, Scalar, Scalar]:
-        sum_g_sq = sums.sum_g_sq.plus(g_sq)
-        eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
-        a = self.c * self.smoothness**2 * eta**2  # Eq. (stormChoices), right
-        # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona has by its w.
-        a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
-        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
-        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+        return storm_rule(
+            sums, g_sq, d_sq, t, theta=self.theta, w=self.w, c=self.c, smoothness=self.smoothness
+        )
+
+
+def storm_rule(
+    sums: Sums,
+    g_sq: Scalar,
+    d_sq: Scalar,
+    t: Scalar,
+    *,
+    theta: Scalar,
+    w: Scalar,
+    c: Scalar,
+    smoothness: Scalar,
+) -> tuple[Sums, Scalar, Scalar]:
+    """Apply `StormRule`, with constants that may be arrays."""
+    del t
+    sum_g_sq = sums.sum_g_sq.plus(g_sq)
+    eta = theta / (w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
+    a = c * smoothness**2 * eta**2  # Eq. (stormChoices), right
+    # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona ensures by its w.
+    a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
+    sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
+    return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+
+
+def _check_meta_storm(rule: Any) -> None:
+    _check_positive(rule)
+    if not 0.25 <= rule.p <= 0.5:
+        raise ValueError(f"p must be between 1/4 and 1/2, got {rule.p}")
+
+
+def _meta_storm_step_size(a: Scalar, sum_d_sq: Scalar, b_0: float, p: float) -> Scalar:
+    """Return 1 / b_t, with b_t = (b_0^(1/p) + sum |d_i|^2)^p / a_{t+1}^q and p + 2q = 1."""
+    return a ** ((1 - p) / 2) / (b_0 ** (1 / p) + sum_d_sq) ** p
+
+
+@dataclass(frozen=True)
+class MetaStormSGRule:
+    """META-STORM-SG (Liu et al. 2022, arXiv 2209.14853): a_0 and b_0 are its units.
+
+    a_{t+1} = (1 + sum |g_i|^2 / a_0^2)^(-2/3) and eta_t = 1 / b_t, see `_meta_storm_step_size`.
+    Assumes bounded gradients, but no bound on the values of f. `sum_d_sq_over_a` holds
+    sum |d_i|^2.
+
+    Args:
+        a_0: The unit of the gradient in the gain.
+        b_0: Lower bound of b_t.
+        p: Power of sum |d_i|^2, in [1/4, 1/2].
+    """
+
+    a_0: float = 1.0
+    b_0: float = 1.0
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_meta_storm(self)
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_g_sq, sum_d_sq = sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq)
+        a = (1 + sum_g_sq.total / self.a_0**2) ** (-2 / 3)
+        eta = _meta_storm_step_size(a, sum_d_sq.total, self.b_0, self.p)
+        return Sums(sum_g_sq, sum_d_sq), a, eta
+
+
+@dataclass(frozen=True)
+class MetaStormNARule:
+    """META-STORM-NA (Liu et al. 2022): a_{t+1} = (1 + t / a_0)^(-2/3), eta_t as META-STORM-SG.
+
+    Assumes neither bounded gradients nor bounded values, and does not adapt to the noise.
+    `sum_d_sq_over_a` holds sum |d_i|^2.
+
+    Args:
+        a_0: The number of steps after which the gain falls.
+        b_0: Lower bound of b_t.
+        p: Power of sum |d_i|^2, in [1/4, 1/2].
+    """
+
+    a_0: float = 1.0
+    b_0: float = 1.0
+    p: float = 0.5
+
+    def __post_init__(self) -> None:
+        _check_meta_storm(self)
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_d_sq = sums.sum_d_sq_over_a.plus(d_sq)
+        a = (1 + t / self.a_0) ** (-2 / 3)
+        eta = _meta_storm_step_size(a, sum_d_sq.total, self.b_0, self.p)
+        return Sums(sums.sum_g_sq.plus(g_sq), sum_d_sq), a, eta
+
+
+@dataclass(frozen=True)
+class NormalizedStormRule:
+    """STORM with normalised moves: a_{t+1} = t^(-2/3), eta_t = t^(-2/3) / |d_t|.
+
+    A move has the length lr t^(-2/3) whatever the gradient is, so the unit of the loss cancels.
+    Assumes bounded variance and smooth samples; no bound on gradients or values. The moves are
+    those of Cutkosky & Mehta 2020 (arXiv 2002.03305), with the estimator of STORM.
+    """
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        a = t ** (-2 / 3)
+        eta = a * (d_sq + (d_sq == 0)) ** (-1 / 2)  # if d = 0 the move is zero for every eta
+        # The sums enter no formula; reported.
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
+        return Sums(sums.sum_g_sq.plus(g_sq), sum_d_sq_over_a), a, eta
+
+
+@dataclass(frozen=True)
+class AdaStormRule:
+    """Ada-STORM (Jiang et al. 2024, arXiv 2406.01959, Algorithm 1).
+
+    a = T^(-2/3), eta_t = min(T^(-1/3), T^(-(1-alpha)/3) (sum |d_i|^2)^(-alpha)). Needs the
+    horizon T; assumes bounded variance and smooth samples only. The analysis also takes a first
+    batch of T^(1/3) samples, which is up to the caller. `sum_d_sq_over_a` holds sum |d_i|^2.
+
+    Args:
+        horizon: T, the number of samples of the run.
+        alpha: In (0, 1/3).
+    """
+
+    horizon: float
+    alpha: float = 0.25
+
+    def __post_init__(self) -> None:
+        _check_positive(self)
+        if self.alpha >= 1 / 3 or self.horizon < 1:
+            raise ValueError(f"alpha must be below 1/3 and horizon at least 1, got {self}")
+
+    def __call__(
+        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
+    ) -> tuple[Sums, Scalar, Scalar]:
+        sum_d_sq = sums.sum_d_sq_over_a.plus(d_sq)
+        # min(1, (s / T^(1/3))^(-alpha)) = max(1, s / T^(1/3))^(-alpha), for any array library
+        ratio = sum_d_sq.total / self.horizon ** (1 / 3)
+        eta = self.horizon ** (-1 / 3) * (ratio * (ratio > 1) + (ratio <= 1)) ** -self.alpha
+        a = self.horizon ** (-2 / 3) + 0 * d_sq  # of the type and shape of d_sq
+        return Sums(sums.sum_g_sq.plus(g_sq), sum_d_sq), a, eta
 
 
 _RULES: dict[str, type] = {
     "storm+": StormPlusRule,
     "simplified-storm+": SimplifiedStormPlusRule,
     "storm": StormRule,
+    "meta-storm-sg": MetaStormSGRule,
+    "meta-storm-na": MetaStormNARule,
+    "normalized-storm": NormalizedStormRule,
+    "ada-storm": AdaStormRule,
 }
 
 
-def make_rule(method: str, **options: float) -> Rule:
-    """The rule called `method`, with the constants it has.
+def make_rule(method: str | Rule, **options: float) -> Rule:
+    """Return the rule called `method`, or `method` itself if it is a rule.
 
     Args:
-        method: "storm+", "simplified-storm+" or "storm".
-        **options: For "storm": `theta`, `w`, `c`, `smoothness`.
+        method: "storm+", "simplified-storm+", "storm", "meta-storm-sg", "meta-storm-na",
+            "normalized-storm" or "ada-storm"; or a rule object.
+        **options: The rule's constants, if `method` is a name.
     """
+    if not isinstance(method, str):
+        if not callable(method) or isinstance(method, type):
+            raise TypeError(f"method must be a name or a rule object, got {method!r}")
+        if options:
+            raise TypeError(f"set {', '.join(options)} on the rule object, {method!r}")
+        return method
     check_choice("method", method, tuple(_RULES))
     known = {field.name for field in fields(_RULES[method])}
     unknown = sorted(set(options) - known)
@@ -176,162 +340,17 @@ def make_rule(method: str, **options: float) -> Rule:
 
 
 def describe(rule: Any) -> dict[str, Any]:
-    """What a checkpoint says of a rule: the name of its class, and its fields."""
+    """Return what a checkpoint stores about a rule: the name of its class, and its fields."""
     if not is_dataclass(rule) or isinstance(rule, type):
         raise TypeError(
-            "a rule must be an object of a frozen dataclass, so that a checkpoint can tell which "
-            f"one it is, got {rule!r}"
+            "a rule must be an instance of a frozen dataclass, so that a checkpoint can identify "
+            f"it, got {rule!r}"
         )
     constants = {f.name: getattr(rule, f.name) for f in fields(rule)}
     for name, value in constants.items():
-        if not isinstance(value, (int, float, str)) or (value != value):  # noqa: PLR0124 - a nan
+        if not isinstance(value, (int, float, str)) or (value != value):  # noqa: PLR0124 - NaN
             raise TypeError(
-                "a rule's fields must be numbers or words, so that a checkpoint can be compared, "
+                "a rule's fields must be numbers or words, so that checkpoints can be compared, "
                 f"got {name}={value!r}"
             )
     return {"rule": type(rule).__name__} | {f"rule.{k}": v for k, v in constants.items()}
-
-
-# Beyond the paper: the formulas of `Untuned` (docs/untuned.md). Every tensor has its own: r is the
-# distance that its fastest iterate has come from the start, s a coordinate's root mean square
-# gradient, g / s the gradient in its own unit.
-
-# How far the parameters stand from the fast iterate towards the average: Schedule-Free's beta.
-INTERPOLATION = 0.9
-
-
-def natural_scale(inputs: int) -> float:
-    """The size of a weight whose layer keeps the size of its signals, to a constant.
-
-    Args:
-        inputs: The numbers that make up one output; for a vector, its length.
-    """
-    return 1 / math.sqrt(max(inputs, 1))
-
-
-def sample_stride(size: int) -> int:
-    """Every how many coordinates the distance is measured, in a tensor of this size.
-
-    A few thousand tell a root mean square to a per cent or two, and save a third buffer. The stride
-    has no factor in common with the size: one that divides the length of a row would see the
-    same columns in every row, perhaps pixels that are always black.
-    """
-    stride = max(1, size // 4096)
-    while math.gcd(stride, size) > 1:
-        stride -= 1
-    return stride
-
-
-def distance_ceiling(start: Scalar, natural: Scalar) -> Scalar:
-    """The scale of a tensor, its RMS at the start or its natural scale: r is never above it.
-
-    Without a ceiling r can feed itself: the steps are proportional to r, and r is how far they
-    have led.
-    """
-    return _larger(start, natural)
-
-
-def first_distance(ceiling: Scalar) -> Scalar:
-    """Give r before any move: a sixtieth of the tensor's scale; it grows by itself from there."""
-    return ceiling / 60
-
-
-def next_distance(r: Scalar, measured: Scalar, ceiling: Scalar) -> Scalar:
-    """The largest distance so far, from DoG (Ivgi, Hinder and Carmon, 2023), below its ceiling."""
-    return _smaller(_larger(r, measured), ceiling)
-
-
-def untuned_step_size(r: Scalar, counted: Scalar, ceiling: Scalar, evidence: Scalar) -> Scalar:
-    """The step in units of s: r over the root of the steps so far.
-
-    The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the
-    gradients does not go down with t. And no step is larger than the first one, until there is
-    evidence that the steps agree: however fast r grows, a layer whose coordinates all move in one
-    direction must have time to answer.
-
-    Args:
-        r: The distance.
-        counted: The steps so far.
-        ceiling: The tensor's scale.
-        evidence: The sum over the counted steps of the square of `least_agreement`.
-    """
-    return _smaller(r * (1 + counted) ** (-1 / 2), first_distance(ceiling) * (1 + evidence))
-
-
-# The square of how far a tensor would have come at random before it has moved: it is divided by,
-# and so is the square of it where somebody differentiates through a run.
-FIRST_WALK = 1e-18
-
-
-def least_agreement(moved: Any, walk: Any, asked: Any) -> Any:
-    """How well the steps so far agree in the tensor where they do so least.
-
-    The square of how far it has come, over that of a random walk with steps of the same sizes,
-    less 1: it is 0 if the steps look like noise, and t - 1 if all are equal.
-
-    One number for all tensors: under softmax the last layer drifts along a direction that no loss
-    feels, which looks like agreement, while the layers below it see nothing but noise.
-
-    Args:
-        moved: How far each tensor has come; all are arrays, of NumPy or jax.
-        walk: The square of how far the random walk would have come, from `FIRST_WALK` on. A tensor
-            that has not moved is not asked.
-        asked: The matrices; or all tensors, if no matrix is among them.
-    """
-    most = 1e15
-    ratio = moved**2 / walk
-    told = (walk > FIRST_WALK) & (ratio < most)  # which nan is not
-    least = ratio.min(where=asked & told, initial=most)
-    return _larger(least - 1, 0.0) * (least < most)
-
-
-def asked(axes: Sequence[int]) -> list[bool]:
-    """Whom `least_agreement` asks, by how many axes each tensor has."""
-    matrices = [n > 1 for n in axes]
-    return matrices if any(matrices) else [True] * len(matrices)
-
-
-def counted_step(mean_square: Scalar) -> Scalar:
-    """How much a step counts: as the part of the tensor that it has moved, and one at most.
-
-    `mean_square` is the mean of (g / s)^2: 1 for an ordinary step, near 0 if most of the tensor had
-    no gradient.
-    """
-    return _smaller(mean_square, 1.0)
-
-
-def unit_weight(t: Scalar) -> Scalar:
-    """The weight of the t-th squared gradient in s^2: about the last third of the run.
-
-    (g / s)^2 is then at most (t + 2) / 3, so that no coordinate that has a gradient in every
-    step moves by more than r in one.
-    """
-    return 3 / (t + 2)
-
-
-def average_weight(t: Scalar) -> Scalar:
-    """The weight of the t-th iterate in the average: about the last tenth of the run, as t^8.
-
-    Shamir and Zhang (2013), polynomial-decay averaging.
-    """
-    return 9 / (t + 8)
-
-
-def decay_factor(weight_decay: Scalar, eta: Scalar, natural: Scalar, ceiling: Scalar) -> Scalar:
-    """What a step takes off a tensor under weight decay, as a part of it.
-
-    For a tensor that starts at its natural scale or below, as layers do, that is AdamW's lr
-    times weight_decay, with eta for lr. One that starts larger has steps that are larger in
-    proportion, and the same decay.
-    """
-    return _smaller(weight_decay * eta * natural / ceiling, 1.0)
-
-
-# Of two numbers or arrays of any framework. What is picked is not made of a difference, or the
-# smaller of 1e20 and 1 would be 0. And a nan is one: XLA takes nan times False for 0.
-def _larger(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a >= b) + b * (a < b) + 0 * (a - b)
-
-
-def _smaller(a: Scalar, b: Scalar) -> Scalar:
-    return a * (a <= b) + b * (a > b) + 0 * (a - b)

@@ -1,0 +1,209 @@
+"""The scalar formulas of `Untuned`, for all tensors at once (docs/untuned-rule.md).
+
+Beyond the paper. Every function works elementwise on arrays with one entry per tensor, of NumPy,
+torch or JAX; `xp` is that library (`numpy`, `torch`, `jax.numpy`). In the formulas, r is the
+distance that the fast iterate z has come from its start, s a coordinate's root mean square
+gradient, and u = g / s.
+
+NumPy takes about a microsecond per call here, on arrays of a few numbers: fewer calls are faster.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+from stormplus.rules import Sum
+
+Array: TypeAlias = Any  # of NumPy, torch or JAX
+Library: TypeAlias = Any  # numpy, torch or jax.numpy
+
+# The parameters are y = (1 - b) z + b x, between the fast iterate z and its average x:
+# Schedule-Free's beta.
+INTERPOLATION = 0.9
+
+# Initial value of `walk`; positive, so that the ratio in `least_agreement` and its derivative are
+# finite.
+INITIAL_WALK = 1e-18
+
+_MAX_RATIO = 1e15
+
+
+class UntunedScalars(NamedTuple):
+    """What is known about each tensor between two steps.
+
+    Attributes:
+        step: How many gradients the tensor has had.
+        step_size: eta of the last step, in units of s.
+        distance: r of the next step.
+        ceiling: R, the tensor's scale: r never exceeds it.
+        effective_steps: The steps so far, each counted as the part of the tensor that it moved.
+        walk: The squared distance, in units of R, of a random walk with the same step sizes.
+        evidence: The sum of `least_agreement` squared over the effective steps.
+    """
+
+    step: Array
+    step_size: Array
+    distance: Array
+    ceiling: Array
+    effective_steps: Sum
+    walk: Array
+    evidence: Array
+
+
+def natural_scale(inputs: int) -> float:
+    """Return the size of a weight whose layer keeps the size of its signals, up to a constant.
+
+    Args:
+        inputs: How many numbers make up one output; for a vector, its length.
+    """
+    return 1 / math.sqrt(max(inputs, 1))
+
+
+def sample_stride(size: int) -> int:
+    """Return k: the distance of a tensor of this size is measured on every k-th coordinate.
+
+    A few thousand coordinates give a root mean square to within one or two per cent and save a
+    third buffer. k is coprime to the size: a divisor of the row length would select the same
+    columns in every row, perhaps pixels that are always black.
+    """
+    stride = max(1, size // 4096)
+    while math.gcd(stride, size) > 1:
+        stride -= 1
+    return stride
+
+
+def distance_ceiling(start: Array, natural: Array, xp: Library) -> Array:
+    """Return R: the tensor's RMS at the start or its natural scale, whichever is larger.
+
+    Without a ceiling r could feed itself: steps are proportional to r, and r is how far they have
+    led.
+    """
+    return xp.maximum(start, natural)
+
+
+def initial_distance(ceiling: Array) -> Array:
+    """Return r before the first move. It is also the bound on a step without evidence."""
+    return ceiling / 60
+
+
+def eligible_tensors(axes: Sequence[int]) -> list[bool]:
+    """Return which tensors `least_agreement` looks at: matrices, or all if there is none.
+
+    Args:
+        axes: How many axes each tensor has; 0 for an empty one.
+    """
+    matrices = [n > 1 for n in axes]
+    return matrices if any(matrices) else [True] * len(matrices)
+
+
+def next_step_size(scalars: UntunedScalars, xp: Library) -> Array:
+    """Return eta: r over the root of the steps so far, bounded until the steps agree.
+
+    The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the gradients
+    does not decrease with t. However fast r grows, a layer whose coordinates all move in one
+    direction must have time to respond, hence the bound.
+    """
+    eta = scalars.distance / (1 + scalars.effective_steps.value) ** 0.5
+    bound = initial_distance(scalars.ceiling) * (1 + scalars.evidence)
+    return xp.minimum(eta, bound)
+
+
+def grad_weight(t: Array) -> Array:
+    """Return the weight of the t-th squared gradient in s^2: about the last third of the run.
+
+    (g / s)^2 is then at most (t + 2) / 3, so that a coordinate with a gradient in every step never
+    moves by more than r.
+    """
+    return 3 / (t + 2)
+
+
+def average_weight(t: Array) -> Array:
+    """Return the weight of the t-th iterate in the average: about the last tenth of the run.
+
+    The iterates have weights proportional to t^8: polynomial-decay averaging, Shamir and Zhang
+    (2013).
+    """
+    return 9 / (t + 8)
+
+
+def decay_factor(
+    weight_decay: Array, alpha: Array, natural: Array, ceiling: Array, xp: Library
+) -> Array:
+    """Return the fraction that weight decay removes from a tensor in a step of size alpha.
+
+    For a tensor that starts at its natural scale or below, as layers do, this is AdamW's
+    lr * weight_decay with alpha as lr. A tensor that starts larger takes proportionally larger
+    steps, and decays at the same rate.
+    """
+    factor = weight_decay * alpha * natural / ceiling
+    return xp.where(factor > 1, 1.0, factor)
+
+
+def least_agreement(displacement: Array, walk: Array, eligible: Array, xp: Library) -> Array:
+    """Return how well the steps so far agree, in the tensor where they agree least.
+
+    Per tensor this is the squared displacement over that of a random walk with the same step sizes,
+    less 1: about 0 if the steps look like noise, t - 1 if all of them are equal.
+
+    One number for all tensors: under softmax the last layer drifts along a direction that no loss
+    depends on, which looks like agreement, while the layers below it see nothing but noise.
+
+    Args:
+        displacement: The RMS of z - z_1 in units of R.
+        walk: See `UntunedScalars`. A tensor that has not moved is left out.
+        eligible: See `eligible_tensors`.
+        xp: The arrays' library.
+    """
+    ratio = displacement**2 / walk
+    valid = (walk > INITIAL_WALK) & (ratio < _MAX_RATIO)  # NaN compares False
+    least = xp.where(eligible & valid, ratio, _MAX_RATIO).min()
+    return (least - 1) * ((least > 1) & (least < _MAX_RATIO))
+
+
+def after_step(
+    scalars: UntunedScalars,
+    *,
+    step_size: Array,
+    alpha: Array,
+    mean_square: Array,
+    displacement: Array,
+    eligible: Array,
+    xp: Library,
+) -> UntunedScalars:
+    """Fold in what a step has measured.
+
+    Args:
+        scalars: Those before the step.
+        step_size: eta of the step.
+        alpha: eta times the group's own factors.
+        mean_square: The mean of u^2: 1 for an ordinary step, near 0 if most of the tensor had no
+            gradient. A step counts as this much of one, and as one at most.
+        displacement: The RMS of z - z_1 over the sample.
+        eligible: See `eligible_tensors`.
+        xp: The arrays' library.
+    """
+    ceiling = scalars.ceiling
+    counts = xp.where(mean_square > 1, 1.0, mean_square)
+    walk = scalars.walk + (alpha / ceiling) ** 2 * mean_square
+    least = least_agreement(displacement / ceiling, walk, eligible, xp)
+    return UntunedScalars(
+        step=scalars.step + 1,
+        step_size=step_size,
+        # DoG's distance (Ivgi, Hinder and Carmon, 2023), below the ceiling.
+        distance=xp.minimum(xp.maximum(scalars.distance, displacement), ceiling),
+        ceiling=ceiling,
+        effective_steps=_add(scalars.effective_steps, counts),
+        walk=walk,
+        evidence=scalars.evidence + counts * least**2,
+    )
+
+
+def _add(total: Sum, term: Array) -> Sum:
+    """Add; in float32, which alone needs it, by Kahan's rule."""
+    if total.value.dtype.itemsize > 4:
+        return Sum(total.value + term, total.lost)
+    term = term + total.lost
+    value = total.value + term
+    return Sum(value, term - (value - total.value))
