@@ -18,10 +18,9 @@ PAIRED = {
 TRANSFORMATIONS = PAIRED | {"untuned": untuned}
 REFERENCE = {name: name.replace("_plus", "+").replace("_", "-") for name in PAIRED}
 # The fields of the state that are of the size of the parameters.
-BUFFERS = dict.fromkeys(PAIRED, ("estimator",)) | {"untuned": ("lead", "unit")}
-# What multiplies the steps, and what gives each leaf numbers of its own, as untuned always does.
+BUFFERS = dict.fromkeys(PAIRED, ("estimator",)) | {"untuned": ("z_minus_x", "grad_rms")}
+# The argument that multiplies the steps.
 RATE = dict.fromkeys(PAIRED, "lr") | {"untuned": "factor"}
-PER_LEAF = {name: {"scope": "tensor"} for name in PAIRED} | {"untuned": {}}
 
 PARAMS = {"a": jnp.array([3.0, 4.0]), "b": jnp.array([1.0])}
 CURVATURES = jnp.array([1.0, 3.0, 2.0, 5.0, 0.5, 1.0])
@@ -116,7 +115,7 @@ def assert_trees_equal(a, b):
 
 
 def totals(tree):
-    """What rounding has kept out of a sum differs from program to program; the total does not."""
+    """Sums by their totals: the rounding errors differ from program to program."""
     return jax.tree.map(
         lambda node: node.total if isinstance(node, Sum) else node,
         tree,

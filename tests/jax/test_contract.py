@@ -20,7 +20,6 @@ from jax_problems import (
     CURVATURES,
     PAIRED,
     PARAMS,
-    PER_LEAF,
     RATE,
     REFERENCE,
     TRANSFORMATIONS,
@@ -36,7 +35,7 @@ from untuned_oracle import untuned_run
 
 from stormplus import minimize
 from stormplus.jax import StormState, UntunedState, uniform_iterate
-from stormplus.rules import INTERPOLATION
+from stormplus.untuned_rule import INTERPOLATION
 
 each = pytest.mark.parametrize("name", TRANSFORMATIONS)
 paired = pytest.mark.parametrize("name", PAIRED)
@@ -78,13 +77,14 @@ CONVERGES = [
     (rosenbrock, "storm_plus", {}),
     (rosenbrock, "simplified_storm_plus", {"lr": 0.03}),
     (rosenbrock, "storm", {"theta": 0.1, "c": 10.0}),
-    (two_leaves, "storm_plus", {"scope": "tensor"}),
-    (two_leaves, "simplified_storm_plus", {"norm": "mean", "lr": 0.3}),
+    (two_leaves, "storm_plus", {}),
+    (two_leaves, "simplified_storm_plus", {"unit": "first", "lr": 0.3}),
     (two_leaves, "storm", {"theta": 1.0, "c": 1.0}),
     (two_leaves, "untuned", {}),
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("target", "name", "options"), CONVERGES)
 def test_it_converges(target, name, options):
     loss, x0, expected = target()
@@ -121,13 +121,12 @@ def test_vmap_over_seeds_and_rates(name):
     scales = jnp.array([[1.0, 2.0, 3.0, 1.0], [1.0, 2.0, jnp.nan, 1.0], [2.0, 1.0, 1.0, 1.0]])
 
     def final(scales, lr):
-        tx = TRANSFORMATIONS[name](**{RATE[name]: lr}, **PER_LEAF[name])
-        return run(tx, quadratic, PARAMS, scales)
+        return run(TRANSFORMATIONS[name](**{RATE[name]: lr}), quadratic, PARAMS, scales)
 
     together = jax.vmap(final)(scales, jnp.array([1.0, 1.0, 0.4]))
     for i, lr in enumerate((1.0, 1.0, 0.4)):
         one = jax.tree.map(lambda leaf, i=i: leaf[i], together)
-        alone = walk(name, scales[i], **{RATE[name]: lr}, **PER_LEAF[name])
+        alone = walk(name, scales[i], **{RATE[name]: lr})
         assert_trees_close(one, alone, **ROUNDING)
     assert together[1].skipped.tolist() == [0, 1, 0]
 
@@ -135,7 +134,7 @@ def test_vmap_over_seeds_and_rates(name):
 @each
 def test_buffers_are_donated(name):
     """Every buffer of the parameters and the state is reused, none twice."""
-    tx = TRANSFORMATIONS[name](**PER_LEAF[name])
+    tx = TRANSFORMATIONS[name]()
     step = jax.jit(step_of(tx, quadratic, jit=False), donate_argnums=(0, 1))
     params = jax.tree.map(jnp.copy, PARAMS)
     state = tx.init(params)
@@ -145,6 +144,7 @@ def test_buffers_are_donated(name):
     step(params, state, 1.0)
 
 
+@pytest.mark.long
 @each
 def test_eager_calls_in_a_chain_with_other_arguments_change_nothing(name):
     tx = optax.chain(TRANSFORMATIONS[name]())
@@ -165,7 +165,7 @@ def test_gradients_flow_through_a_run(name):
 
     @jax.jit
     def end(lr):
-        tx = TRANSFORMATIONS[name](**{RATE[name]: lr}, **PER_LEAF[name])
+        tx = TRANSFORMATIONS[name](**{RATE[name]: lr})
         moved, _ = run(tx, quadratic, jax.tree.map(lambda p: p * lr, first), CURVATURES[:4])
         return jnp.sum(moved["a"] ** 2)
 
@@ -192,11 +192,9 @@ def test_the_kind_of_tree_does_not_matter(name):
     assert_trees_close(jax.tree.leaves(moved), expected, **ROUNDING)
 
 
-@pytest.mark.parametrize("per_leaf", [False, True])
 @each
-def test_empty_trees(name, per_leaf):
-    options = {"norm": "mean"} if name in PAIRED else {}
-    options |= PER_LEAF[name] if per_leaf else {}
+def test_empty_trees(name):
+    options = {"unit": "first"} if name in PAIRED else {}
     for params in ({}, {"a": None, "b": jnp.zeros((0, 3))}):
         moved, state = walk(name, CURVATURES[:2], params=params, **options)
         assert jax.tree.structure(moved) == jax.tree.structure(params)
@@ -237,7 +235,7 @@ def half_dead(p, sample):
 @each
 def test_a_leaf_whose_gradient_is_always_zero_stays(name):
     params = {"dead": jnp.array([2.0, 0.0]), "live": jnp.array([1.0, 3.0])}
-    moved, state = walk(name, params=params, grad=half_dead, **PER_LEAF[name])
+    moved, state = walk(name, params=params, grad=half_dead)
     np.testing.assert_array_equal(moved["dead"], params["dead"])
     assert (moved["live"] != params["live"]).all()
     assert_finite(state)
@@ -270,15 +268,15 @@ def cast_quadratic(p, sample):
 @each
 def test_masked_leaves_stay_and_have_no_buffer(name):
     params = {"body": {"w": jnp.ones((2, 3)), "b": jnp.ones(3)}, "head": jnp.arange(4)}
-    make = functools.partial(TRANSFORMATIONS[name], **PER_LEAF[name])
+    make = TRANSFORMATIONS[name]
     prefix = make(mask={"body": True, "head": False})
     moved, state = run(prefix, cast_quadratic, params, CURVATURES)
     kept = {"body": params["body"]}
-    alone, alone_state = walk(name, params=kept, grad=cast_quadratic, **PER_LEAF[name])
+    alone, alone_state = walk(name, params=kept, grad=cast_quadratic)
     assert_trees_equal(moved["head"], params["head"])  # of integers, too
     assert_trees_close(state, alone_state, **ROUNDING)
     assert_trees_close(moved["body"], alone["body"], **ROUNDING)
-    assert state.step_size.shape == (2,)
+    assert state.step_size.shape == (() if name in PAIRED else (2,))
     function = make(mask=lambda p: {"body": True, "head": p["head"].ndim > 1})
     assert_trees_equal(function.init(params), prefix.init(params))
     tree = make(mask={"body": {"w": True, "b": False}, "head": False}).init(params)
@@ -307,21 +305,6 @@ def test_numpy_numbers_and_masks_that_can_be_called(name):
     moved, _ = run(tx, quadratic, params, jnp.ones(2))
     assert (moved["a"] == 1).all()
     assert (moved["b"] < 1).all()
-
-
-@paired
-def test_leaves_of_one_label_are_as_if_alone(name):
-    params = {"x": {"a": jnp.array([3.0, 4.0]), "b": jnp.ones(1)}, "y": jnp.array([0.5])}
-    options = {"norm": "mean", "lr": 0.1}
-    labels = {"x": "first", "y": "second"}  # a prefix of the tree
-    make = functools.partial(TRANSFORMATIONS[name], scope="group", **options)
-    moved, state = run(make(groups=labels), quadratic, params, CURVATURES)
-    for group in ("x", "y"):
-        alone, _ = walk(name, params=params[group], **options)
-        assert_trees_close(moved[group], alone, **ROUNDING)
-    assert state.step_size.shape == (2,)
-    for groups in (lambda p: labels, {"x": {"a": 0, "b": 2}, "y": 2}):
-        assert make(groups=groups).init(params).step_size.shape == (2,)
 
 
 # --- dtypes ----------------------------------------------------------------------------------
@@ -464,7 +447,7 @@ def spoilt(p, sample):
     return {"a": g["a"].at[1].add(bad), "b": g["b"]}
 
 
-SPOILT = {name: {"scope": "tensor", "decoupled_weight_decay": True} for name in PAIRED}
+SPOILT = {name: {"decoupled_weight_decay": True} for name in PAIRED}
 SPOILT |= {"untuned": {"state_dtype": jnp.bfloat16}}
 
 
@@ -536,9 +519,9 @@ def test_a_gradient_transform_is_as_if_the_gradient_were_so(name):
 
 
 def fast(params, state):
-    """What a step moves: of untuned z, with which the parameters go on to catch up."""
-    lead = getattr(state, "lead", None)
-    return params["a"] if lead is None else params["a"] + INTERPOLATION * lead["a"]
+    """What a step moves: of untuned z, which the parameters follow."""
+    z_minus_x = getattr(state, "z_minus_x", None)
+    return params["a"] if z_minus_x is None else params["a"] + INTERPOLATION * z_minus_x["a"]
 
 
 def no_second_move(count):
@@ -559,6 +542,7 @@ def test_a_schedule_counts_moves(name):
         assert moved == [True, False, False, True, True]
 
 
+@pytest.mark.long
 @each
 def test_inject_hyperparams(name):
     options = {RATE[name]: 0.3, "weight_decay": 0.01}
@@ -567,12 +551,12 @@ def test_inject_hyperparams(name):
     make = TRANSFORMATIONS[name]
     # It takes functions for schedules, unless told not to.
     tx = optax.inject_hyperparams(make, static_args=("mask",))(
-        **options, **PER_LEAF[name], mask=lambda p: {"a": True, "b": True}
+        **options, mask=lambda p: {"a": True, "b": True}
     )
     step, params, state = step_of(tx, quadratic), PARAMS, tx.init(PARAMS)
     for sample in CURVATURES:
         params, state = step(params, state, sample)
-    expected, _ = walk(name, **options, **PER_LEAF[name])
+    expected, _ = walk(name, **options)
     assert_trees_close(params, expected, **ROUNDING)
     assert set(options) <= set(state.hyperparams)
     before = fast(params, state.inner_state)
@@ -615,7 +599,7 @@ def test_a_state_goes_through_a_checkpoint_bit_by_bit(name, tmp_path):
     dtype = jnp.bfloat16 if name in ("storm_plus", "untuned") else jnp.float32
     params = jax.tree.map(lambda p: p.astype(dtype), PARAMS)
     mask = {"a": True, "b": dtype == jnp.bfloat16}
-    tx = TRANSFORMATIONS[name](**PER_LEAF[name], mask=mask)
+    tx = TRANSFORMATIONS[name](mask=mask)
     step, keep = step_of(tx, quadratic), uniform_iterate()
     template = {"params": params, "state": tx.init(params), "kept": keep.init(params)}
     moved, state = params, template["state"]
@@ -650,15 +634,11 @@ RATE_ERRORS = {
     "text": ("1", TypeError, "{rate} must be a number, got '1'"),
 }
 PAIRED_ERRORS = {
-    "scope": ({"scope": "leaf"}, ValueError, "scope must be one of .*, got 'leaf'"),
-    "group alone": ({"scope": "group"}, ValueError, "go together.*groups=None"),
-    "groups alone": ({"groups": {"a": 0}}, ValueError, "go together.*scope='global'"),
     "decoupled": ({"decoupled_weight_decay": 0.1}, TypeError, "decoupled_weight_decay must be"),
-    "groups' tree": (
-        {"scope": "group", "groups": {"z": 0}},
-        ValueError,
-        "groups must have the structure",
-    ),
+    "unit": ({"unit": 0}, ValueError, "unit must be positive, got 0"),
+    "unit's name": ({"unit": "mean"}, TypeError, "unit must be a number, got 'mean'"),
+    "scope": ({"scope": "tensor"}, TypeError, "unexpected keyword argument 'scope'"),
+    "groups": ({"groups": {"a": 0}}, TypeError, "unexpected keyword argument 'groups'"),
 }
 UPDATE_ERRORS = {
     "no parameters": ({"params": None}, TypeError, "got None as params"),
@@ -676,13 +656,26 @@ UPDATE_ERRORS = {
     "a state of other parameters": (
         {"state": {"a": jnp.ones(3), "b": jnp.ones(1)}},
         ValueError,
-        r"state is of other parameters.*\(3,\).*tx.init",
+        r"params do not match the structure of the optimizer state.*\(3,\).*tx.init",
+    ),
+    "a state of another tree": (
+        {"state": {"a": PARAMS["a"], "c": PARAMS["b"]}},
+        ValueError,
+        "params do not match the structure of the optimizer state.*'c'.*tx.init",
     ),
 }
 
 
 def call(tx, updates=PARAMS, state=PARAMS, params=PARAMS):
     return tx.update(updates, tx.init(state), params, grad_fn=lambda p: p)
+
+
+@each
+def test_a_state_of_another_mask_is_refused(name):
+    part, whole = TRANSFORMATIONS[name](mask={"a": True, "b": False}), TRANSFORMATIONS[name]()
+    for theirs, ours in ((part, whole), (whole, part)):
+        with pytest.raises(ValueError, match=r"do not match the structure.*MaskedNode.*tx\.init"):
+            ours.update(PARAMS, theirs.init(PARAMS), PARAMS, grad_fn=lambda p: p)
 
 
 @pytest.mark.parametrize(

@@ -51,3 +51,12 @@ def test_equinox():
     printed = numbers("jax_equinox.py")
     assert printed["steps"] == 300
     assert printed["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("library", ["nnx", "equinox"])
+def test_untuned_trains_averages_and_resumes(library):
+    pytest.importorskip("flax" if library == "nnx" else library)
+    pytest.importorskip("orbax.checkpoint")
+    printed = numbers(f"untuned_jax_{library}.py")
+    assert printed["steps"] == 300
+    assert printed["accuracy"] > 0.97

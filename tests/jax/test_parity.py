@@ -20,8 +20,8 @@ from untuned_oracle import untuned_run
 
 from stormplus import minimize
 from stormplus.jax import averaged
-from stormplus.jax.untuned import _rounded_at_random
-from stormplus.rules import INTERPOLATION
+from stormplus.jax._untuned_leaf import stochastic_round
+from stormplus.untuned_rule import INTERPOLATION
 
 pytestmark = pytest.mark.usefixtures("x64")
 
@@ -41,47 +41,21 @@ def end(name, sign=1, **options):
     )
 
 
-# The scopes, and how the reference has the blocks that share their sums: as one block.
-SCOPES = {
-    "global": ({}, "global"),
-    "tensor": ({"scope": "tensor"}, "tensor"),
-    "group": ({"scope": "group", "groups": ["first", "first", "second"]}, "group"),
-}
-
-
-@pytest.mark.parametrize("scope", SCOPES)
-@pytest.mark.parametrize("norm", ["raw", "mean"])
+@pytest.mark.parametrize("unit", [1.0, 0.3])
 @pytest.mark.parametrize("name", PAIRED)
-def test_pairs_equal_the_reference(name, norm, scope):
-    # "mean" makes |.|^2 small and so the steps large: a smaller lr keeps the path from
-    # being chaotic, which would amplify rounding.
-    lr = 1.0 if norm == "raw" else 0.05
-    options, theirs = SCOPES[scope]
-    params, state = end(name, lr=lr, norm=norm, **options)
-
-    def split(blocks):
-        if scope != "group":
-            return blocks
-        return [blocks[0][:30].reshape(5, 6), blocks[0][30:], blocks[1]]
-
-    def joined(blocks):
-        if scope != "group":
-            return blocks
-        return [np.concatenate([np.ravel(blocks[0]), blocks[1]]), blocks[2]]
-
+def test_pairs_equal_the_reference(name, unit):
+    """With a unit, the reference minimizes the loss divided by it."""
+    params, state = end(name, unit=unit)
     rows = iter(ROWS)
     result = minimize(
-        lambda x, xi: joined(PROBLEM.numpy_grad(split(x), xi)),
-        joined(PROBLEM.x0),
+        lambda x, rows: [g / unit for g in PROBLEM.numpy_grad(x, rows)],
+        PROBLEM.x0,
         lambda rng: next(rows),
         STEPS,
         method=REFERENCE[name],
-        norm=norm,
-        scope=theirs,
-        lr=lr,
     )
-    assert_trees_close(params, split(result.x), **CLOSE)
-    assert_trees_close(state.estimator, split(result.estimator), **CLOSE)
+    assert_trees_close(params, result.x, **CLOSE)
+    assert_trees_close([d / unit for d in state.estimator], result.estimator, **CLOSE)
     np.testing.assert_allclose(state.gain, result.gain, **CLOSE)
     np.testing.assert_allclose(state.step_size, result.step_size, **CLOSE)
     np.testing.assert_allclose(state.sum_g_sq.total, result.sum_g_sq, **CLOSE)
@@ -97,11 +71,7 @@ def schedule(count):
 ORACLE = {
     "schedule": ("storm_plus", {"lr": schedule}, {}),
     "constants": ("storm", {}, {"theta": 0.3, "w": 0.7, "c": 5.0, "smoothness": 1.5}),
-    "L2, maximize": (
-        "storm_plus",
-        {"weight_decay": 0.03, "maximize": True, "scope": "tensor"},
-        {},
-    ),
+    "L2, maximize": ("storm_plus", {"weight_decay": 0.03, "maximize": True}, {}),
     "decoupled": (
         "simplified_storm_plus",
         {"lr": 0.5, "weight_decay": 0.1, "decoupled_weight_decay": True},
@@ -123,15 +93,14 @@ def test_pairs_equal_the_oracle(name, options, constants):
         [Group(PROBLEM.x0, lr, options.get("weight_decay", 0.0))],
         ROWS,
         method=REFERENCE[name],
-        scope=options.get("scope", "global"),
         decoupled=options.get("decoupled_weight_decay", False),
         maximize=maximize,
         **constants,
     )
     assert_trees_close(params, expected.x[-1], **CLOSE)
     assert_trees_close(state.estimator, expected.d[-1], **CLOSE)
-    for number, theirs in ((state.gain, expected.gain), (state.step_size, expected.step_size)):
-        np.testing.assert_allclose(np.atleast_1d(number), list(theirs[-1].values()), **CLOSE)
+    np.testing.assert_allclose(state.gain, expected.gain[-1], **CLOSE)
+    np.testing.assert_allclose(state.step_size, expected.step_size[-1], **CLOSE)
 
 
 UNTUNED = {
@@ -154,22 +123,24 @@ def test_untuned_equals_the_oracle(options):
     )
     expected = rows[-1]
     assert_trees_close(params, expected["x"], **CLOSE)
-    z = [x + INTERPOLATION * lead for x, lead in zip(params, state.lead)]
+    z = [y + INTERPOLATION * e for y, e in zip(params, state.z_minus_x)]
     assert_trees_close(z, expected["z"], **CLOSE)
-    assert_trees_close(state.unit, expected["s"], **CLOSE)
+    assert_trees_close(state.grad_rms, expected["s"], **CLOSE)
     assert_trees_close(averaged(state, params), expected["average"], **CLOSE)
     np.testing.assert_allclose(state.distance, expected["r"], **CLOSE)
     np.testing.assert_allclose(state.step_size, expected["eta"], **CLOSE)
-    np.testing.assert_allclose(state.counted.total, expected["counted"], **CLOSE)
+    np.testing.assert_allclose(state.evidence, expected["evidence"], **CLOSE)
+    effective_steps = state.effective_steps.total
+    np.testing.assert_allclose(effective_steps, expected["effective_steps"], **CLOSE)
     assert int(state.step) == STEPS
     moved = [float(np.max(np.abs(a - b))) for a, b in zip(expected["x"], PROBLEM.x0)]
     assert min(moved) > 1e-3  # it went somewhere
 
 
 TORCH = {
-    "storm_plus": ("StormPlus", {"lr": 0.05, "norm": "mean", "scope": "tensor"}),
+    "storm_plus": ("StormPlus", {"lr": 0.05}),
     "simplified_storm_plus": ("SimplifiedStormPlus", {"lr": 0.05}),
-    "storm": ("Storm", {"lr": 0.05, "norm": "mean"}),
+    "storm": ("Storm", {"lr": 0.05}),
     "untuned": ("Untuned", {}),
 }
 
@@ -220,8 +191,8 @@ def test_sixteen_bits_are_those_of_torch():
     theirs = opt.state[p]
     for ours, kept in (
         (x, p),
-        (state.lead, theirs["lead"]),
-        (state.unit, theirs["unit"]),
+        (state.z_minus_x, theirs["z_minus_x"]),
+        (state.grad_rms, theirs["grad_rms"]),
         (state.master, theirs["master"]),
     ):
         other = kept.detach().float().numpy()
@@ -231,13 +202,40 @@ def test_sixteen_bits_are_those_of_torch():
         assert same.mean() > 0.9
 
 
-def test_rounding_at_random_is_that_of_torch():
+@pytest.mark.long
+def test_stochastic_rounding_is_that_of_torch():
+    """Bit by bit: after the first step s is |g|, rounded."""
     torch = pytest.importorskip("torch")
-    from stormplus.torch import untuned as theirs
+    from stormplus import Untuned
+
+    g = np.random.default_rng(0).standard_normal((7, 11, 13)).astype(np.float32)
+    g[0, 0, :4] = [0.0, -0.0, 1e-30, 3e38]
+    p = torch.nn.Parameter(torch.zeros(g.shape))
+    opt = Untuned([p], state_dtype=torch.bfloat16)
+    p.grad = torch.tensor(g)
+    opt.step()
+    tx = TRANSFORMATIONS["untuned"](state_dtype=jnp.bfloat16)
+    x1 = jnp.zeros(g.shape, jnp.float32)
+    _, state = tx.update(jnp.asarray(g), tx.init(x1), x1)
+    ours = np.asarray(state.grad_rms, np.float32)
+    np.testing.assert_array_equal(ours, opt.state[p]["grad_rms"].float().numpy())
+    np.testing.assert_allclose(ours, np.abs(g), rtol=2**-7)
+
+
+def test_stochastic_rounding_by_hand():
+    """Add 16 random bits below the last digit of bfloat16, and truncate."""
+
+    def mix(n):
+        n = ((n ^ (n >> 16)) * 0x21F0AAAD) % 2**32
+        n = ((n ^ (n >> 15)) * 0x735A2D97) % 2**32
+        return n ^ (n >> 15)
 
     v = np.random.default_rng(0).standard_normal((7, 11, 13)).astype(np.float32)
     v[0, 0, :3] = [0.0, -0.0, 3e38]
+    bits = v.view(np.uint32).ravel().tolist()
     for t, which in ((1, 0), (2**31 - 1, 1)):
-        ours = _rounded_at_random(jnp.asarray(v), jnp.int32(t), which)
-        other = theirs._rounded_at_random(torch.tensor(v), t, 0, which)
-        np.testing.assert_array_equal(np.asarray(ours, np.float32), other.float().numpy())
+        key = mix((2 * t + which) % 2**32)
+        expected = [(b + mix(mix(i) ^ key) % 2**16) >> 16 << 16 for i, b in enumerate(bits)]
+        expected = np.array(expected, np.uint32).view(np.float32).reshape(v.shape)
+        ours = stochastic_round(jnp.asarray(v), jnp.int32(t), which)
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), expected)

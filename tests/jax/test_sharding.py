@@ -22,10 +22,10 @@ import numpy as np
 import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
-from stormplus import rules
+from stormplus import untuned_rule
 from stormplus.jax import storm_plus, simplified_storm_plus, storm, untuned
 
-rules.sample_stride = lambda size: 5  # leaves as small as these would be measured in full
+untuned_rule.sample_stride = lambda size: 5  # leaves as small as these would be measured in full
 assert len(jax.devices()) == 8, jax.devices()
 rng = np.random.default_rng(0)
 inputs, targets = rng.standard_normal((12, 16, 8)), rng.standard_normal((12, 16))
@@ -78,14 +78,14 @@ MESHES = {
 }
 for make, options, names in (
     (storm_plus, {}, list(MESHES)),
-    (storm_plus, {"scope": "tensor", "norm": "mean"}, list(MESHES)),
+    (storm_plus, {"unit": "first"}, list(MESHES)),
     (simplified_storm_plus, {}, ["both"]),
     (storm, {}, ["both"]),
     (untuned, {}, ["data", "both", "parameters, explicit"]),
     (untuned, {"state_dtype": jnp.bfloat16}, ["parameters", "parameters, explicit"]),
 ):
     tx = make(weight_decay=0.01, **({} if make is untuned else {"lr": 0.1}), **options)
-    buffer = "lead" if make is untuned else "estimator"
+    buffer = "z_minus_x" if make is untuned else "estimator"
     batches = list(zip(inputs, targets))
     one, one_state = train(tx, jax.tree.map(jnp.asarray, start), batches)
     for name in names:

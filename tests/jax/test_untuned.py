@@ -22,10 +22,11 @@ from jax_problems import (
 )
 from untuned_oracle import untuned_run
 
-from stormplus import rules
+from stormplus import untuned_rule
 from stormplus.jax import averaged, storm_plus, untuned
-from stormplus.jax.untuned import _rounded_at_random
-from stormplus.rules import INTERPOLATION, Sum
+from stormplus.jax._untuned_leaf import stochastic_round
+from stormplus.rules import Sum
+from stormplus.untuned_rule import INTERPOLATION
 
 
 def one_gradient(tx, grad=quadratic, params=PARAMS, samples=CURVATURES):
@@ -45,7 +46,7 @@ def the_sample(p, sample):
 
 
 def fast(params, state):
-    return params + INTERPOLATION * state.lead
+    return params + INTERPOLATION * state.z_minus_x
 
 
 # --- scales ----------------------------------------------------------------------------------
@@ -79,12 +80,13 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
     samples = jnp.asarray(np.outer(factors, g))
     x, state = walk("untuned", samples, jnp.asarray(x1), grad=the_sample)
     expected = untuned_run(lambda k, x: [factors[k] * g.astype(np.float64)], [x1], len(factors))[-1]
-    got = {"x": x, "s": state.unit, "z": fast(x, state), "average": averaged(state, x)}
+    got = {"x": x, "s": state.grad_rms, "z": fast(x, state), "average": averaged(state, x)}
     for key, value in got.items():
         np.testing.assert_allclose(value, expected[key][0], rtol=1e-5)
-    numbers = {"r": state.distance, "eta": state.step_size, "counted": state.counted.total}
-    for key, value in numbers.items():
-        np.testing.assert_allclose(value, expected[key], rtol=1e-5)
+    np.testing.assert_allclose(state.distance, expected["r"], rtol=1e-5)
+    np.testing.assert_allclose(state.step_size, expected["eta"], rtol=1e-5)
+    effective_steps = state.effective_steps.total
+    np.testing.assert_allclose(effective_steps, expected["effective_steps"], rtol=1e-5)
     assert int(state.step) == len(factors)
     if size:
         assert (np.asarray(x) != x1).all()
@@ -92,19 +94,18 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
 
 @pytest.mark.usefixtures("x64")
 def test_the_evidence_is_the_oracles():
-    """Gradients that agree let the steps go, in all leaves together; a vector has no say."""
+    """Gradients that agree allow larger steps, in all leaves together; vectors do not count."""
     shapes, steps = ((3, 5), (5, 4), (4,)), 40
     rng = np.random.default_rng(0)
-    rows = [[0.5 * rng.standard_normal(s) + (len(s) > 1) for s in shapes] for _ in range(steps + 1)]
+    rows = [[0.5 * rng.standard_normal(s) + (len(s) > 1) for s in shapes] for _ in range(steps)]
     start = [rng.standard_normal(shape) for shape in shapes]
-    expected = untuned_run(lambda k, _: rows[k], start, steps + 1, inputs_last=True, lr=0.7)
-    x, state = walk("untuned", rows[:-1], start, grad=the_sample, factor=0.7)
-    for x_i, expected_i in zip(x, expected[-2]["x"]):
+    expected = untuned_run(lambda k, _: rows[k], start, steps, inputs_last=True, lr=0.7)
+    x, state = walk("untuned", rows, start, grad=the_sample, factor=0.7)
+    for x_i, expected_i in zip(x, expected[-1]["x"]):
         np.testing.assert_allclose(x_i, expected_i, rtol=1e-9)
-    # Taken in after a step, there before the next.
     np.testing.assert_allclose(state.evidence, expected[-1]["evidence"], rtol=1e-9)
     assert (state.evidence > 10).all()
-    first = rules.first_distance(state.ceiling)
+    first = untuned_rule.initial_distance(state.ceiling)
     assert (state.step_size[:2] > 3 * first[:2]).all()
 
 
@@ -127,13 +128,14 @@ def test_a_matrix_is_inputs_by_outputs():
     }
     state = untuned().init(params)
     np.testing.assert_allclose(state.ceiling, [1 / 3, 1 / 2, 1 / 6, 5, 1, 1], rtol=1e-6)
-    np.testing.assert_allclose(state.distance, rules.first_distance(state.ceiling), rtol=1e-6)
+    initial = untuned_rule.initial_distance(state.ceiling)
+    np.testing.assert_allclose(state.distance, initial, rtol=1e-6)
 
 
 def test_the_distance_is_that_of_the_sample():
     """Every second coordinate of this leaf: those go one way, the others to and fro."""
     shape, steps = (101, 103), 12
-    assert rules.sample_stride(101 * 103) == 2
+    assert untuned_rule.sample_stride(101 * 103) == 2
     to_and_fro = np.where(np.arange(101 * 103) % 2, -1.0, 1.0).reshape(shape)
     grads = np.stack([np.ones(shape) * to_and_fro**k for k in range(steps)])
     x, state = walk("untuned", jnp.asarray(grads), jnp.zeros(shape), grad=the_sample)
@@ -159,11 +161,11 @@ def test_a_rare_gradient_moves_no_coordinate_by_more_than_the_distance():
 
 
 def test_the_count_of_steps_does_not_stand_still_in_float32():
-    # 2^24 + 1 is not a float32. A constant gradient is its own unit: each step counts as one.
+    # 2^24 + 1 is not a float32. A constant gradient has u = 1: each step counts as one.
     state = untuned().init(jnp.ones(3))
-    state = state._replace(counted=Sum(jnp.full(1, 2.0**24), jnp.zeros(1)))
+    state = state._replace(effective_steps=Sum(jnp.full(1, 2.0**24), jnp.zeros(1)))
     _, state = walk("untuned", jnp.ones((4, 3)), jnp.ones(3), state, grad=the_sample)
-    assert float(state.counted.total[0]) == 2**24 + 4
+    assert float(state.effective_steps.total[0]) == 2**24 + 4
 
 
 # --- the average -----------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def test_the_average_takes_masked_leaves_from_the_parameters():
     mean = averaged(state, other)
     assert_trees_equal(mean["frozen"], other["frozen"])
     apart = moved["a"] - mean["a"]
-    np.testing.assert_allclose(apart, (1 - INTERPOLATION) * state.lead["a"], rtol=1e-4)
+    np.testing.assert_allclose(apart, (1 - INTERPOLATION) * state.z_minus_x["a"], rtol=1e-4)
     assert (apart != 0).all()
 
 
@@ -201,6 +203,7 @@ NARROW = np.array([1.0, -2.0, 0.25, 0.0, 2.0**-16, -(2.0**-18)], np.float32)
 DRAWS = np.random.default_rng(0).standard_normal((60, 6)).astype(np.float32) + 0.5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 def test_half_precision_rounds_the_run_of_float32_and_nothing_is_lost(dtype):
     rows = DRAWS - 0.5  # noise, so that steps stay small
@@ -235,7 +238,7 @@ def test_sixteen_bits_for_the_state():
     x1 = jnp.ones(6)
     wide, _ = walk("untuned", DRAWS, x1, grad=the_sample)
     x, state = walk("untuned", DRAWS, x1, grad=the_sample, state_dtype=jnp.bfloat16)
-    assert state.lead.dtype == state.unit.dtype == jnp.bfloat16
+    assert state.z_minus_x.dtype == state.grad_rms.dtype == jnp.bfloat16
     assert x.dtype == jnp.float32
     np.testing.assert_allclose(x - x1, wide - x1, atol=0.03 * float(jnp.abs(wide - x1).max()))
     assert (x != wide).any()
@@ -246,11 +249,11 @@ def test_sixteen_bits_for_the_state():
 def test_rounding_at_random_is_right_in_the_mean():
     # Between 1 and the next bfloat16, 1 + 2^-7, a quarter of the way: a quarter goes up.
     v = jnp.full((50, 80), 1 + 2.0**-9)
-    rounded = _rounded_at_random(v, jnp.int32(3), 0).astype(jnp.float32)
+    rounded = stochastic_round(v, jnp.int32(3), 0).astype(jnp.float32)
     assert set(np.unique(rounded)) == {1, 1 + 2.0**-7}
     assert float((rounded > 1).mean()) == pytest.approx(0.25, abs=0.03)
-    for t, which in ((4, 0), (3, 1)):  # other steps and the other buffer draw anew
-        other = _rounded_at_random(v, jnp.int32(t), which).astype(jnp.float32)
+    for t, which in ((4, 0), (3, 1)):  # another step, the other buffer: other random bits
+        other = stochastic_round(v, jnp.int32(t), which).astype(jnp.float32)
         assert 0.2 < float((other != rounded).mean()) < 0.5  # 2 * 1/4 * 3/4
 
 
@@ -303,6 +306,7 @@ def test_partition_slows_some_leaves_down():
         np.testing.assert_allclose(averaged(state, got)[name], mean, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_a_tree_of_factors_and_decays_is_the_oracles():
     """Numbers and schedules, like the parameters or a prefix of them; evidence is shared."""
     rng, steps = np.random.default_rng(0), 30
@@ -363,6 +367,7 @@ def test_a_tree_of_factors_may_be_callable():
     np.testing.assert_array_equal(*ends)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("first", [0.0, 1.0])
 def test_gradients_flow_through_steps_that_lead_nowhere(first):
     """Of the end, by the start: a leaf without a gradient, and a schedule that begins at 0."""
@@ -399,7 +404,7 @@ def test_it_says_why_there_is_no_learning_rate():
 
 
 def test_what_it_has_not():
-    for name in ("average", "scope", "groups", "norm", "decoupled_weight_decay"):
+    for name in ("average", "scope", "groups", "unit", "decoupled_weight_decay"):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'"):
             untuned(**{name: None})
     with pytest.raises(ValueError, match=r"state_dtype must be jnp\.bfloat16 or None, got.*16"):
@@ -415,7 +420,8 @@ def test_no_number_is_told_at_once():
 def test_the_average_of_other_parameters_is_refused():
     tx = optax.flatten(untuned())
     state = tx.init(PARAMS)
-    with pytest.raises(ValueError, match=r"not of these parameters.*optax\.flatten, one vector"):
+    message = r"do not match the structure of the optimizer state.*optax\.flatten"
+    with pytest.raises(ValueError, match=message):
         averaged(state, PARAMS)
 
 

@@ -17,7 +17,7 @@ try:
 except ImportError as error:
     raise ImportError(f"stormplus.jax needs jax and optax: {how_to('jax')}") from error
 
-from stormplus.jax.loops import accumulate, verify
+from stormplus.jax.closures import accumulate, verify
 from stormplus.jax.storm import StormState, simplified_storm_plus, storm, storm_plus
 from stormplus.jax.uniform import UniformIterate, UniformIterateState, uniform_iterate
 from stormplus.jax.untuned import UntunedState, averaged, untuned

@@ -16,53 +16,53 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.jax.core.options import Number, NumberOrSchedule, Options
-from stormplus.jax.core.trees import (
+from stormplus.jax._options import Number, NumberOrSchedule, Options
+from stormplus.jax._trees import (
     PyTree,
     TreeOrFunction,
+    accumulator_dtype,
     all_finite,
-    counted,
-    estimator_dtype,
-    is_hole,
-    sums_dtype,
+    is_masked,
+    norm,
+    safe_increment,
+    square_norm,
+    wide_dtype,
 )
 from stormplus.rules import (
-    NORMS,
     Rule,
     SimplifiedStormPlusRule,
     StormPlusRule,
     StormRule,
     Sum,
     Sums,
-    check_choice,
+    storm_rule,
 )
 
 
 class StormState(NamedTuple):
-    """What is carried from call to call.
+    """The state of `storm_plus`, `simplified_storm_plus` and `storm`.
 
     Attributes:
-        step: t, the samples that have entered the sums.
-        moves: The moves made: what a schedule is evaluated at.
+        step: t, the number of samples in the sums.
+        moves: The number of moves: the argument of a schedule.
         started: Whether there is an estimator to move along. False before the first call
-            and after a second evaluation that was not finite. Setting it to False restarts
-            the estimator at will.
+            and after a second gradient that was not finite. Set it to False to restart the
+            estimator.
         skipped: Calls without effect, because the first gradient was not finite.
-        restarts: Moves after which the gradient was not finite, so that the estimator
-            starts anew at the next call.
-        mismatch: At the last start, the distance between grad_fn(x) and the gradient handed
-            over, relative to the latter; see `verify`.
-        gain: a_{t+1}. This and the next three have shape () with scope "global", else one
-            entry per bucket.
+        restarts: Moves after which the gradient was not finite, so that the next call restarts
+            the estimator.
+        mismatch: At the last start, the distance between grad_fn(x) and the gradient passed to
+            `update`, relative to the latter; see `verify`.
+        gain: a_{t+1}.
         step_size: eta_t.
-        sum_g_sq: The sum of |g_i|^2.
+        unit: The unit of the gradient in use; 1 until "first" has seen a gradient.
+        sum_g_sq: The sum of |g_i|^2, in that unit as the next.
         sum_d_sq_over_a: The sum of |d_i|^2 / a_{i+1}.
         estimator: d_t, like the parameters but float32 or wider.
     """
@@ -75,6 +75,7 @@ class StormState(NamedTuple):
     mismatch: jax.Array
     gain: jax.Array
     step_size: jax.Array
+    unit: jax.Array
     sum_g_sq: Sum
     sum_d_sq_over_a: Sum
     estimator: PyTree
@@ -87,9 +88,7 @@ def storm_plus(
     weight_decay: Number = 0.0,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-    norm: str = "raw",
-    scope: str = "global",
-    groups: TreeOrFunction = None,
+    unit: Number | str = 1.0,
     mask: TreeOrFunction = None,
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -97,26 +96,28 @@ def storm_plus(
 
     `tx.update(g_tilde, state, params, grad_fn=grad_fn)`: `grad_fn` is a function of the
     parameters that returns the gradient on this call's sample, and `g_tilde` is
-    `grad_fn(params)`. The first call returns a zero update. Nothing may be chained before
-    or after it: what would be is an argument here.
+    `grad_fn(params)`. The first call returns a zero update. Do not chain anything before or
+    after it; pass the arguments below instead.
 
     Args:
-        lr: Multiplies eta_t in the move and enters no rule: a number, or a schedule of the
-            moves made before (0 at the first).
+        lr: Multiplies eta_t in the move and enters no rule: a number, or a schedule, which is
+            a function of the number of previous moves.
         weight_decay: L2, part of the objective: in both gradients, and so in the norms.
         decoupled_weight_decay: Instead, `x <- x - lr eta_t (d + weight_decay x)`.
         maximize: Ascend: the gradients change sign, the weight decay does not.
-        norm: What |.|^2 means in the rules: "raw" (the paper), or "mean": divided by the
-            number of optimised elements that share the sums.
-        scope: Which leaves share the sums: "global" (the paper), "group", "tensor".
-        groups: With scope "group", a tree of labels (or a prefix of one, or a function of
-            the parameters that returns one): leaves of one label share the sums.
-        mask: A tree of booleans (or a prefix, or a function): which leaves are optimised.
+        unit: The unit of the gradient. The rule sees g / unit and d / unit, and the move is
+            `x <- x - lr eta_t d / unit`, as if the loss were divided by it. 1.0 is the paper.
+            "first" takes the norm of the first gradient that is not zero: nothing depends on
+            the scale of the loss, and `lr` is the length of the first move.
+        mask: A tree of booleans (or a prefix, or a function): which leaves are optimized.
             The others get a zero update and have no buffer.
         gradient_transform: A stateless optax transformation such as clipping, applied to
-            both gradients of the optimised leaves, before the weight decay.
+            both gradients of the optimized leaves, before the weight decay.
     """
-    return _paired("storm_plus", StormPlusRule(), norm, Options.of(locals()))
+    options = Options(
+        lr, unit, weight_decay, decoupled_weight_decay, maximize, mask, gradient_transform
+    )
+    return _paired("storm_plus", StormPlusRule(), options)
 
 
 def simplified_storm_plus(
@@ -125,15 +126,15 @@ def simplified_storm_plus(
     weight_decay: Number = 0.0,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-    norm: str = "raw",
-    scope: str = "global",
-    groups: TreeOrFunction = None,
+    unit: Number | str = 1.0,
     mask: TreeOrFunction = None,
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
-    options = Options.of(locals())
-    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), norm, options)
+    options = Options(
+        lr, unit, weight_decay, decoupled_weight_decay, maximize, mask, gradient_transform
+    )
+    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), options)
 
 
 def storm(
@@ -146,9 +147,7 @@ def storm(
     weight_decay: Number = 0.0,
     decoupled_weight_decay: bool = False,
     maximize: bool = False,
-    norm: str = "raw",
-    scope: str = "global",
-    groups: TreeOrFunction = None,
+    unit: Number | str = 1.0,
     mask: TreeOrFunction = None,
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
@@ -158,34 +157,29 @@ def storm(
     factor of the gain, `smoothness` the L of the objective, all positive. The other
     arguments are `storm_plus`'s.
     """
-    options = Options.of(locals())
-    constants = {"theta": theta, "w": w, "c": c, "smoothness": smoothness}
-    return _paired("storm", _storm_rule(constants), norm, options)
+    options = Options(
+        lr, unit, weight_decay, decoupled_weight_decay, maximize, mask, gradient_transform
+    )
+    constants: dict[str, Any] = {"theta": theta, "w": w, "c": c, "smoothness": smoothness}
+    # Arrays may be traced, so only the other constants can be checked.
+    StormRule(**{k: v for k, v in constants.items() if not isinstance(v, jax.Array)})
+    return _paired("storm", partial(storm_rule, **constants), options)
 
 
-def _storm_rule(constants: dict[str, Any]) -> Rule:
-    """STORM's rule, of constants that may be arrays: those may be traced, and are not checked."""
-    StormRule(**{k: v for k, v in constants.items() if not isinstance(v, jax.Array)})  # raises
-    return partial(StormRule.__call__, cast(StormRule, SimpleNamespace(**constants)))
-
-
-def _paired(
-    name: str, rule: Rule, norm: str, options: Options
-) -> optax.GradientTransformationExtraArgs:
-    """The template: corrected momentum with the gain and the step size of `rule`."""
-    check_choice("norm", norm, NORMS)
+def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:
+    """Return the template: corrected momentum with the gain and the step size of `rule`."""
 
     def init(params: PyTree) -> StormState:
-        _refuse_holes(name, params)
+        _check_no_holes(name, params)
         layout = options.layout(params)
-        d = [jnp.zeros_like(x_i, dtype=estimator_dtype(x_i)) for x_i in layout.x]
+        d = [jnp.zeros_like(x_i, dtype=wide_dtype(x_i)) for x_i in layout.leaves]
 
-        # Each call makes an array of its own: a donated buffer must not occur twice.
+        # A new array per field: a buffer that occurs twice cannot be donated.
         def count() -> jax.Array:
             return jnp.zeros((), jnp.int32)
 
         def scalar() -> jax.Array:
-            return jnp.zeros(layout.shape, sums_dtype())
+            return jnp.zeros((), accumulator_dtype())
 
         return StormState(
             step=count(),
@@ -193,12 +187,13 @@ def _paired(
             started=jnp.zeros((), jnp.bool_),
             skipped=count(),
             restarts=count(),
-            mismatch=jnp.zeros((), sums_dtype()),
-            gain=jnp.ones(layout.shape, sums_dtype()),
+            mismatch=scalar(),
+            gain=scalar() + 1,
             step_size=scalar(),
+            unit=scalar() + (1 if isinstance(options.unit, str) else options.unit),
             sum_g_sq=Sum(scalar(), scalar()),
             sum_d_sq_over_a=Sum(scalar(), scalar()),
-            estimator=layout.with_holes(d),
+            estimator=layout.masked_tree(d),
         )
 
     def update(
@@ -211,81 +206,82 @@ def _paired(
     ) -> tuple[PyTree, StormState]:
         del extra_args  # meant for other transformations
         if params is None or not callable(grad_fn):
-            raise TypeError(_HOW_TO_CALL.format(params=_given(params), grad_fn=_given(grad_fn)))
+            raise TypeError(_USAGE.format(params=_kind_of(params), grad_fn=_kind_of(grad_fn)))
         layout = options.layout(params)
-        x, d = layout.x, layout.buffer(state.estimator)
-        handed_over = layout.gradient(updates, "the first argument of update()")
-        g_tilde = options.gradient(layout, handed_over, x)
+        x, d = layout.leaves, layout.buffers(state.estimator)
+        passed = layout.gradient(updates, "the first argument of update()")
+        g_tilde = options.objective_gradient(layout, passed, x)
 
-        # Beyond the paper: gradients that are not finite, or too large for the sums' dtype.
-        # The first one: nothing happens. The second: the move stands, for it depends on no
-        # gradient of this sample; the sums do not, and the estimator starts anew.
-        g_tilde_sq = layout.square_norm(g_tilde, norm)
-        first = jnp.isfinite(g_tilde_sq).all()
+        # Beyond the paper: gradients that are not finite, or too large for the dtype of the sums.
+        # If the first one is, the call has no effect. If the second one is, the move stands,
+        # because it depends on no gradient of this sample; the sums are kept, and the next call
+        # restarts the estimator.
+        unit = options.unit_at(state.unit, state.sum_g_sq.total, g_tilde)
+        first_finite = jnp.isfinite(square_norm(g_tilde, unit))
 
         # Without an estimator a = 1 and eta = 0: x stays and d <- g, as in Alg. 1, line 1.
         a = jnp.where(state.started, state.gain, 1)
-        eta = jnp.where(state.started & first, state.step_size, 0)
+        eta = jnp.where(state.started & first_finite, state.step_size, 0)
 
         # MOVE
         lr = options.lr_at(state.moves)
         # Beyond the paper: decoupled weight decay, which no gradient and no norm contains.
-        direction = [d_i + decay_i for d_i, decay_i in zip(d, options.decay(x, decoupled=True))]
-        move = layout.with_zeros(
-            (-eta_i * direction_i).astype(x_i.dtype)
-            for eta_i, direction_i, x_i in zip(layout.each(lr * eta), direction, x)
+        decay = options.decay(x, decoupled=True)
+        alpha = lr * eta
+        move = layout.zero_filled_tree(
+            (-alpha.astype(d_i.dtype) * (d_i / unit.astype(d_i.dtype) + decay_i)).astype(x_i.dtype)
+            for d_i, decay_i, x_i in zip(d, decay, x)
         )
         moved = optax.apply_updates(params, move)  # Alg. 1, line 4
         x_new = layout.select(jax.tree.leaves(moved))
 
         # ESTIMATE
         returned = layout.gradient(grad_fn(moved), "what grad_fn returns")
-        g = options.gradient(layout, returned, x_new)  # Alg. 1, line 5
+        g = options.objective_gradient(layout, returned, x_new)  # Alg. 1, line 5
         d_new = [
-            g_i + (1 - a_i) * (d_i - g_tilde_i)  # Alg. 1, line 6
-            for g_i, a_i, d_i, g_tilde_i in zip(g, layout.each(a), d, g_tilde)
+            g_i + (1 - a.astype(d_i.dtype)) * (d_i - g_tilde_i)  # Alg. 1, line 6
+            for g_i, d_i, g_tilde_i in zip(g, d, g_tilde)
         ]
-        d_new = [jnp.where(first, new, old) for new, old in zip(d_new, d)]
+        d_new = [jnp.where(first_finite, new, old) for new, old in zip(d_new, d)]
 
-        g_sq, d_sq = (layout.square_norm(v, norm) for v in (g, d_new))
+        g_sq, d_sq = square_norm(g, unit), square_norm(d_new, unit)
         sums = Sums(state.sum_g_sq, state.sum_d_sq_over_a)
-        t = counted(state.step).astype(sums_dtype())
+        t = safe_increment(state.step).astype(accumulator_dtype())
         sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
 
-        second = all_finite((sums_new, a_new, eta_new))
-        accepted = first & second
+        second_finite = all_finite((sums_new, a_new, eta_new))
+        accepted = first_finite & second_finite
 
-        def kept(new: Any, old: jax.Array) -> jax.Array:
+        def if_accepted(new: Any, old: jax.Array) -> jax.Array:
             return jnp.where(accepted, new, old).astype(old.dtype)
 
-        def difference() -> jax.Array:
-            """At a start both were taken at one point, and must be one gradient."""
-            scale = jnp.max(layout.rms(handed_over), initial=0)  # 1e-20 has no square in float32
-            scale = jnp.where(scale == 0, 1, scale)
-            apart = [(new - old) / scale for new, old in zip(returned, handed_over)]
-            old = [g / scale for g in handed_over]
-            off, size = (layout.square_norm(v, "raw").sum() for v in (apart, old))
-            return jnp.sqrt(off / jnp.where(size == 0, 1, size)).astype(state.mismatch.dtype)
-
-        mismatch = jax.lax.cond(state.started, lambda: state.mismatch, difference)
+        mismatch = jax.lax.cond(
+            state.started,
+            lambda: state.mismatch,
+            # At a start x_new is x, and both gradients must be the same.
+            lambda: _relative_difference(returned, passed).astype(state.mismatch.dtype),
+        )
         return move, StormState(
-            step=counted(state.step, accepted),
-            moves=counted(state.moves, first & state.started),
-            started=jnp.where(first, second, state.started),
-            skipped=counted(state.skipped, ~first),
-            restarts=counted(state.restarts, first & ~second),
-            mismatch=kept(mismatch, state.mismatch),
-            gain=kept(a_new, state.gain),
-            step_size=kept(eta_new, state.step_size),
-            sum_g_sq=jax.tree.map(kept, sums_new.sum_g_sq, state.sum_g_sq),
-            sum_d_sq_over_a=jax.tree.map(kept, sums_new.sum_d_sq_over_a, state.sum_d_sq_over_a),
-            estimator=layout.with_holes([_finite(d_i) for d_i in d_new]),
+            step=safe_increment(state.step, accepted),
+            moves=safe_increment(state.moves, first_finite & state.started),
+            started=jnp.where(first_finite, second_finite, state.started),
+            skipped=safe_increment(state.skipped, ~first_finite),
+            restarts=safe_increment(state.restarts, first_finite & ~second_finite),
+            mismatch=if_accepted(mismatch, state.mismatch),
+            gain=if_accepted(a_new, state.gain),
+            step_size=if_accepted(eta_new, state.step_size),
+            unit=if_accepted(unit, state.unit),
+            sum_g_sq=jax.tree.map(if_accepted, sums_new.sum_g_sq, sums.sum_g_sq),
+            sum_d_sq_over_a=jax.tree.map(
+                if_accepted, sums_new.sum_d_sq_over_a, sums.sum_d_sq_over_a
+            ),
+            estimator=layout.masked_tree(_finite_part(d_i) for d_i in d_new),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
-_HOW_TO_CALL = (
+_USAGE = (
     "update needs the parameters and grad_fn, the gradient as a function of the parameters on "
     "this call's sample: `grad_fn = lambda p: jax.grad(loss)(p, batch)`, then "
     "`tx.update(grad_fn(params), state, params, grad_fn=grad_fn)`; got {params} as params and "
@@ -293,22 +289,29 @@ _HOW_TO_CALL = (
 )
 
 
-def _given(value: Any) -> str:
+def _kind_of(value: Any) -> str:
     return repr(value) if value is None else f"a {type(value).__name__}"
 
 
-def _refuse_holes(name: str, params: PyTree) -> None:
-    mask = jax.tree.map(lambda leaf: not is_hole(leaf), params, is_leaf=is_hole)
+def _check_no_holes(name: str, params: PyTree) -> None:
+    mask = jax.tree.map(lambda leaf: not is_masked(leaf), params, is_leaf=is_masked)
     if not all(jax.tree.leaves(mask)):
         raise TypeError(
             "the parameters have holes (optax.MaskedNode), as optax.masked and optax.partition "
-            "make them, and grad_fn can only be evaluated at all the parameters; instead of "
-            f"masking from outside write `{name}(mask={mask})`"
+            "make them, but grad_fn can only be evaluated at all the parameters; instead of "
+            f"wrapping the transformation, write `{name}(mask={mask})`"
         )
 
 
-def _finite(leaf: jax.Array) -> jax.Array:
-    # After a gradient that is not finite the estimator is not read before it is written.
-    # It is made finite all the same: no state has a NaN in it. Elementwise, because a
-    # test of the whole would be one more pass over memory.
+def _relative_difference(new: list[jax.Array], old: list[jax.Array]) -> jax.Array:
+    """Return |new - old| / |old|, or |new - old| if old is zero."""
+    size = norm(old)
+    difference = norm([new_i - old_i for new_i, old_i in zip(new, old)])
+    return difference / jnp.where(size == 0, 1, size)
+
+
+def _finite_part(leaf: jax.Array) -> jax.Array:
+    # A non-finite estimator is never read, because the next call restarts it. It is made finite
+    # all the same, so that no state contains a NaN; elementwise, because a test of the whole
+    # leaf would be another pass over memory.
     return jnp.where(jnp.isfinite(leaf), leaf, 0)

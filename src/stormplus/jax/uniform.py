@@ -8,11 +8,17 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from stormplus.jax.core.trees import PyTree, counted
+from stormplus.jax._trees import PyTree, safe_increment
 
 
 class UniformIterateState(NamedTuple):
-    """`point` is uniform over the `step` points seen; `key` is the transform's own stream."""
+    """The state of `uniform_iterate`.
+
+    Attributes:
+        step: How many points have been seen.
+        key: The raw key of a random stream that is used for nothing else.
+        point: A point uniform over those seen.
+    """
 
     step: jax.Array
     key: jax.Array
@@ -32,27 +38,26 @@ def uniform_iterate(seed: int = 0) -> UniformIterate:
         keep = uniform_iterate()
         kept = keep.init(params)
         ...                                 # tx.update, optax.apply_updates
-        kept = keep.update(kept, params)    # once a sample: the first time with x_1
+        kept = keep.update(kept, params)    # once per sample: the first time with x_1
         kept.point
 
     `init` counts no point; it only shapes the state. Costs one copy of the parameters.
 
     Args:
-        seed: Of a stream used for nothing else. Equal seeds choose equal indices.
+        seed: Seed of the random stream. Equal seeds choose equal indices.
     """
     if isinstance(seed, bool) or not isinstance(seed, int):
         raise TypeError(f"seed must be an integer, got {seed!r}")
 
     def init(params: PyTree) -> UniformIterateState:
-        # Copies: a step that donates both the parameters and this state must not meet one
-        # buffer twice.
+        # Copies, so that a step can donate both the parameters and this state.
         point = jax.tree.map(lambda p: jnp.array(p, copy=True), params)
-        # Raw key data rather than a typed key: any checkpoint library can save it.
+        # Raw key data and not a typed key: any checkpoint library can save it.
         key = jax.random.key_data(jax.random.key(seed))
         return UniformIterateState(jnp.zeros((), jnp.int32), key, point)
 
     def update(state: UniformIterateState, params: PyTree) -> UniformIterateState:
-        step = counted(state.step)
+        step = safe_increment(state.step)
         stream = jax.random.fold_in(jax.random.wrap_key_data(state.key), step)
         take = jax.random.randint(stream, (), 0, step) == 0  # Alg. 1, line 8: probability 1/t
         point = jax.tree.map(lambda p, kept: jnp.where(take, p, kept), params, state.point)

@@ -1,4 +1,4 @@
-"""What helps around a loop of pairs: `verify` its first step, `accumulate` micro-batches."""
+"""Gradient functions of pairs: `verify` that both see one sample, `accumulate` micro-batches."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stormplus.jax.core.trees import PyTree, estimator_dtype
+from stormplus.jax._trees import PyTree, wide_dtype
 from stormplus.jax.storm import StormState
 
 
 def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
-    """Raise if the two evaluations of the first step were not of one sample.
+    """Raise if the two gradients of the first step were not of the same sample.
 
-    The first call evaluates `grad_fn` where the gradient handed over was evaluated, so the
-    two must agree. They do not when `grad_fn` draws a batch or a key of its own, when
-    something in an `optax.chain` processed the one gradient and not the other, or under
-    `optax.MultiSteps`. Call it once, outside `jit`, after the first update.
+    The first call evaluates `grad_fn` at the same point as the gradient passed to `update`, so
+    the two must agree. They do not if `grad_fn` draws its own batch or key, if an `optax.chain`
+    processes only one of them, or under `optax.MultiSteps`. Call it once, outside `jit`, after
+    the first update.
 
     Args:
         state: The optimizer's state, also inside the state of a chain or a wrapper.
@@ -40,9 +40,9 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
         mismatch = float(jnp.max(storm_state.mismatch))
         if mismatch > rtol:
             raise RuntimeError(
-                f"grad_fn and the gradient handed to update() differ at one point, by "
+                "grad_fn and the gradient passed to update() differ at one point, by "
                 f"{mismatch:.2g} relatively. Both must be of one sample (close over the batch and "
-                "the key), and nothing may process one of them alone: use gradient_transform= "
+                "the key), and nothing may process only one of them: use gradient_transform= "
                 "for clipping, accumulate() for micro-batches"
             )
 
@@ -50,28 +50,27 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
 def accumulate(
     grad_fn: Callable[[PyTree, PyTree], PyTree], batches: PyTree
 ) -> Callable[[PyTree], PyTree]:
-    """The mean gradient over micro-batches, as one function of the parameters.
+    """Return the mean gradient over micro-batches, as one function of the parameters.
 
     Use it for both evaluations; the micro-batches together are then the sample:
 
         mean_grad = accumulate(jax.grad(loss), (images, labels, keys))
         updates, state = tx.update(mean_grad(params), state, params, grad_fn=mean_grad)
 
-    It takes the place of `optax.MultiSteps`, which would hand over the mean gradient with
-    the `grad_fn` of the last micro-batch. One micro-batch is in memory at a time.
+    It replaces `optax.MultiSteps`, which would pass the mean gradient together with the
+    `grad_fn` of the last micro-batch. One micro-batch is in memory at a time.
 
     Args:
         grad_fn: `grad_fn(params, batch)`, the gradient of one micro-batch.
-        batches: A tree whose leaves have the micro-batches along their first axis, of one
-            length. Micro-batches weigh the same, so they should be of one size.
+        batches: A tree whose leaves have the micro-batches along their first axis, all of the
+            same length. Micro-batches have equal weights, so they should have equal sizes.
 
     Returns:
         A function of the parameters. Its gradients are float32 or wider.
     """
     if not callable(grad_fn):
         raise TypeError(f"grad_fn must be a function of (params, batch), got {grad_fn!r}")
-    leaves = jax.tree.leaves(batches)
-    shapes = [jnp.shape(leaf) for leaf in leaves]
+    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
     lengths = {shape[:1] for shape in shapes}
     if len(lengths) != 1 or lengths & {(), (0,)}:
         raise ValueError(
@@ -83,18 +82,20 @@ def accumulate(
     def mean_grad(params: PyTree) -> PyTree:
         one = jax.eval_shape(grad_fn, params, jax.tree.map(lambda leaf: leaf[0], batches))
         leaves, structure = jax.tree.flatten(one)
-        # Integers, which `mask=` leaves out, have gradients without numbers.
-        summed = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
+        # The gradients of integers, which `mask=` leaves out, have dtype float0: no numbers.
+        has_numbers = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
 
         def add(total: list[jax.Array], batch: PyTree) -> tuple[list[jax.Array], None]:
-            found = jax.tree.leaves(grad_fn(params, batch))
-            return [t + g for t, g in zip(total, compress(found, summed))], None
+            g = jax.tree.leaves(grad_fn(params, batch))
+            return [t + g_i for t, g_i in zip(total, compress(g, has_numbers))], None
 
-        wide = [jnp.zeros(g.shape, estimator_dtype(g)) for g in compress(leaves, summed)]
-        total, _ = jax.lax.scan(add, wide, batches)
+        zeros = [jnp.zeros(g.shape, wide_dtype(g)) for g in compress(leaves, has_numbers)]
+        total, _ = jax.lax.scan(add, zeros, batches)
         means = iter([g / count for g in total])
-        holes = (np.zeros(g.shape, g.dtype) for g in leaves)
-        found = [next(means) if has else hole for has, hole in zip(summed, holes)]
-        return jax.tree.unflatten(structure, found)
+        result = [
+            next(means) if numbers else np.zeros(leaf.shape, leaf.dtype)
+            for leaf, numbers in zip(leaves, has_numbers)
+        ]
+        return jax.tree.unflatten(structure, result)
 
     return mean_grad

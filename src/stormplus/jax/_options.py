@@ -1,0 +1,122 @@
+"""The arguments that all transformations share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import optax  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.jax._trees import Layout, PyTree, TreeOrFunction, norm, widen
+
+# `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
+Number: TypeAlias = float | jax.Array
+NumberOrSchedule: TypeAlias = Number | Callable[[jax.Array], Any]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The checked arguments; `stormplus.jax.storm_plus` documents them."""
+
+    lr: NumberOrSchedule = 1.0
+    unit: Number | str = 1.0
+    weight_decay: Number = 0.0
+    decoupled_weight_decay: bool = False
+    maximize: bool = False
+    mask: TreeOrFunction = None
+    gradient_transform: optax.GradientTransformation | None = None
+
+    def __post_init__(self) -> None:
+        if not callable(self.lr):
+            check_number("lr", self.lr, "the paper's is 1.0; a schedule is a function")
+        if self.unit != "first":
+            check_number("unit", self.unit, 'the paper\'s is 1.0; "first" is the first |g|')
+            if not isinstance(self.unit, jax.Array) and self.unit == 0:
+                raise ValueError("unit must be positive, got 0")
+        check_number("weight_decay", self.weight_decay, "0.0 is none")
+        _check_flag("decoupled_weight_decay", self.decoupled_weight_decay)
+        _check_flag("maximize", self.maximize)
+        tx = self.gradient_transform
+        if tx is not None and not isinstance(tx, optax.GradientTransformation):
+            raise TypeError(
+                "gradient_transform must be an optax transformation without state, such as "
+                f"optax.clip_by_global_norm(1.0), got {tx!r}"
+            )
+
+    def layout(self, params: PyTree) -> Layout:
+        return Layout(params, self.mask)
+
+    def lr_at(self, moves: jax.Array) -> Any:
+        """Return the lr of the next move, after `moves` of them."""
+        return self.lr(moves) if callable(self.lr) else self.lr
+
+    def unit_at(self, unit: jax.Array, sum_g_sq: jax.Array, g: list[jax.Array]) -> jax.Array:
+        """Return the unit of the gradient, from the stored one and a gradient of the objective."""
+        if self.unit != "first":
+            return jnp.asarray(self.unit, unit.dtype)
+
+        def first() -> jax.Array:
+            size = norm(g).astype(unit.dtype)
+            return jnp.where((size > 0) & jnp.isfinite(size), size, unit)
+
+        # The sum is zero as long as all gradients have been.
+        taken: jax.Array = jax.lax.cond(sum_g_sq == 0, first, lambda: unit)
+        return taken
+
+    def decay(self, x: list[jax.Array], *, decoupled: bool) -> list[Any]:
+        """Return `weight_decay` times x, or zeros if weight decay is of the other kind."""
+        if self.decoupled_weight_decay != decoupled or not may_decay(self.weight_decay):
+            return [0.0] * len(x)
+        return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in widen(x)]
+
+    def objective_gradient(
+        self, layout: Layout, g: list[jax.Array], x: list[jax.Array]
+    ) -> list[jax.Array]:
+        """Return the gradient of what is minimized, at x, from the gradient g of the user."""
+        if self.gradient_transform is not None:
+            g = self._transformed(layout, g, x)
+        if self.maximize:
+            g = [-g_i for g_i in g]
+        # Beyond the paper: L2 weight decay is part of the objective, and so in both gradients.
+        return [g_i + decay_i for g_i, decay_i in zip(g, self.decay(x, decoupled=False))]
+
+    def _transformed(
+        self, layout: Layout, g: list[jax.Array], x: list[jax.Array]
+    ) -> list[jax.Array]:
+        # Beyond the paper: whatever processes gradients must process both of a pair.
+        tx = optax.with_extra_args_support(self.gradient_transform)
+        params, gradient = layout.masked_tree(x), layout.masked_tree(g)
+        state = tx.init(params)
+        if jax.tree.leaves(state):
+            raise ValueError(
+                "gradient_transform must have no state: it is applied to both gradients of a pair "
+                f"and its state is not stored; got one with the state {state!r}"
+            )
+        transformed, _ = tx.update(gradient, state, params)
+        leaves: list[jax.Array] = jax.tree.leaves(transformed)
+        return [new.astype(old.dtype) for new, old in zip(leaves, g)]
+
+
+def may_decay(weight_decay: Number) -> bool:
+    """Return whether there may be weight decay. An array may be traced, so it counts as yes."""
+    return isinstance(weight_decay, jax.Array) or weight_decay != 0
+
+
+def check_number(name: str, value: Any, hint: str) -> None:
+    """Raise if `value` is neither an array nor a finite number >= 0."""
+    if isinstance(value, jax.Array):
+        return
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{name} must be a number, got {value!r}; {hint}")
+    if not 0 <= float(value) < math.inf:
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}; {hint}")
+
+
+def _check_flag(name: str, value: Any) -> None:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")

@@ -1,0 +1,230 @@
+"""The optimized leaves of a parameter tree, as lists, and norms over such lists."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus.versions import explicit_mesh
+
+PyTree: TypeAlias = Any
+# A tree (or a prefix of one, or a function of the parameters that returns either).
+TreeOrFunction: TypeAlias = PyTree | Callable[[PyTree], PyTree]
+
+_SMALL = 8192  # elements
+
+
+def accumulator_dtype() -> jnp.dtype[Any]:
+    """Return the dtype of sums, gains and step sizes: the widest float that jax has enabled."""
+    return jnp.dtype(jnp.result_type(float))
+
+
+def wide_dtype(leaf: jax.Array) -> jnp.dtype[Any]:
+    """Return the dtype of a leaf's buffers: float32 or wider, because they sum over many steps."""
+    return jnp.promote_types(leaf.dtype, jnp.float32)
+
+
+def widen(leaves: Sequence[jax.Array]) -> list[jax.Array]:
+    """Cast each leaf to its `wide_dtype`."""
+    return [leaf.astype(wide_dtype(leaf)) for leaf in leaves]
+
+
+def safe_increment(count: jax.Array, happened: jax.Array | bool = True) -> jax.Array:
+    """Add 1 if it happened. The largest integer stays, where a plain sum would wrap around."""
+    return jnp.where(happened & (count < np.iinfo(count.dtype).max), count + 1, count)
+
+
+def all_finite(tree: PyTree) -> jax.Array:
+    """Return whether no leaf has a NaN or an infinity."""
+    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
+
+
+def is_masked(node: Any) -> bool:
+    """Return whether a node is a hole, as `optax.masked` makes them."""
+    return isinstance(node, optax.MaskedNode)
+
+
+# -- the optimized leaves --------------------------------------------------------------------
+
+
+class Layout:
+    """Which leaves of a parameter tree are optimized. Static: built while tracing.
+
+    Holes (`optax.MaskedNode`) are part of the tree's structure, as jax sees them.
+
+    Attributes:
+        leaves: The optimized leaves, in the order of the tree, as in all lists of leaves.
+        names: Their paths, for error messages.
+    """
+
+    def __init__(self, params: PyTree, mask: TreeOrFunction) -> None:
+        paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+        self._treedef: Any = treedef
+        self._all_leaves = [jnp.asarray(leaf) for _, leaf in paths]
+        self._optimized: list[bool] = [True] * len(paths)
+        if mask is not None:
+            self._optimized = broadcast_prefix("mask", mask, params)
+        for flag in self._optimized:
+            if not isinstance(flag, (bool, np.bool_)):
+                raise TypeError(f"mask must have True and False as leaves, got {flag!r}")
+        self.leaves = self.select(self._all_leaves)
+        self.names = self.select([jax.tree_util.keystr(path) for path, _ in paths])
+        for name, leaf in zip(self.names, self.leaves):
+            if not jnp.issubdtype(leaf.dtype, jnp.floating):
+                raise TypeError(
+                    f"parameter {name or 'tree'} is {leaf.dtype}, and only real floating-point "
+                    "leaves can be optimized; exclude it with mask="
+                )
+
+    def select(self, values: Sequence[Any]) -> list[Any]:
+        """Return the values of the optimized leaves, from those of all leaves."""
+        return [value for value, optimized in zip(values, self._optimized) if optimized]
+
+    def masked_tree(self, selected: Iterable[Any]) -> PyTree:
+        """Return the parameter tree with `selected` as leaves and holes in place of the others."""
+        return self._tree(selected, lambda _: optax.MaskedNode())
+
+    def zero_filled_tree(self, selected: Iterable[Any]) -> PyTree:
+        """Return the parameter tree with `selected` as leaves and zeros in place of the others."""
+        return self._tree(selected, jnp.zeros_like)
+
+    def _tree(self, selected: Iterable[Any], fill: Callable[[jax.Array], Any]) -> PyTree:
+        rest = iter(selected)
+        pairs = zip(self._all_leaves, self._optimized)
+        return self._treedef.unflatten(
+            [next(rest) if optimized else fill(leaf) for leaf, optimized in pairs]
+        )
+
+    def entries(self, tree: PyTree) -> list[Any]:
+        """Return what a tree like the parameters has for each optimized leaf: a leaf or a hole."""
+        return self.select(self._treedef.flatten_up_to(tree))
+
+    def buffers(self, tree: PyTree) -> list[jax.Array]:
+        """Return the leaves of a tree of the state; raise if they do not match the parameters."""
+        found: list[jax.Array] = jax.tree.leaves(tree)
+        expected = self.masked_tree(self.leaves)
+        structure: Any = jax.tree.structure(expected)
+        same_shapes = [buffer.shape for buffer in found] == [leaf.shape for leaf in self.leaves]
+        if structure != jax.tree.structure(tree) or not same_shapes:
+            params, state = (jax.tree.map(jnp.shape, t) for t in (expected, tree))
+            raise ValueError(
+                "params do not match the structure of the optimizer state: the shapes of params "
+                f"are {_short(params)}, those of the state {_short(state)}; create a new state "
+                "with tx.init(params)"
+            )
+        return found
+
+    def gradient(self, tree: PyTree, source: str) -> list[jax.Array]:
+        """Return the optimized leaves of a gradient, in their wide dtypes; raise if it is none."""
+        structure = jax.tree.structure(tree)
+        if structure != self._treedef:
+            hint = ""
+            if isinstance(tree, tuple) and self._treedef in map(jax.tree.structure, tree):
+                hint = "; it looks like (value, gradient): return the gradient alone"
+            raise TypeError(
+                f"{source} must be a gradient with the structure of the parameters, "
+                f"{_short(self._treedef)}, got {_short(structure)}{hint}"
+            )
+        g: list[jax.Array] = [jnp.asarray(g_i) for g_i in self.select(jax.tree.leaves(tree))]
+        for name, g_i, leaf in zip(self.names, g, self.leaves):
+            if g_i.shape != leaf.shape:
+                raise ValueError(
+                    f"{source} must have the shapes of the parameters: "
+                    f"{name or 'the parameter'} is {leaf.shape}, its gradient {g_i.shape}"
+                )
+        return [g_i.astype(wide_dtype(leaf)) for g_i, leaf in zip(g, self.leaves)]
+
+
+def broadcast_prefix(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
+    """Return one value per leaf of `params`, from a prefix of their tree or a function of them."""
+    if not jax.tree.leaves(params):  # then any tree will do
+        return []
+    # A tree may itself be callable: an Equinox module of booleans is.
+    structure: Any = jax.tree.structure(prefix)
+    is_tree = not callable(prefix) or structure == jax.tree.structure(params)
+    tree = prefix if is_tree else prefix(params)
+    values: list[Any] = []
+
+    def repeat(value: Any, subtree: PyTree) -> None:
+        values.extend([value] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree.map(repeat, tree, params)
+    except ValueError as error:
+        raise ValueError(
+            f"{name} must have the structure of the parameters, or be a prefix of it: "
+            f"they are {_short(jax.tree.structure(params))}, got {tree!r}"
+        ) from error
+    return values
+
+
+def _short(structure: Any) -> str:
+    text = str(structure)
+    return text if len(text) < 300 else text[:300] + " ..."
+
+
+# -- norms -----------------------------------------------------------------------------------
+
+
+def square_norm(leaves: Sequence[jax.Array], unit: Any = 1.0) -> jax.Array:
+    """Return |.|^2 over all leaves together, in units of `unit`."""
+    dtype = accumulator_dtype()
+    # Small leaves are concatenated: one kernel for each would cost more than the copy. XLA sums
+    # pairwise, so that 2^25 equal float32 terms come out right to the last digits.
+    parts = [leaf for leaf in leaves if not _can_concatenate(leaf)]
+    small = [leaf.ravel().astype(dtype) for leaf in leaves if _can_concatenate(leaf)]
+    if small:
+        parts.append(jnp.concatenate(small))
+    squares = (_sum_of_squares(part.astype(dtype) / unit) for part in parts)
+    return sum(squares, start=jnp.zeros((), dtype))
+
+
+def norm(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return |.| over all leaves together, also where the squares overflow or underflow."""
+    largest = jnp.max(largest_magnitudes(leaves), initial=0)
+    largest = jnp.where(largest == 0, 1, largest)
+    return largest * jnp.sqrt(square_norm(leaves, largest))
+
+
+def root_mean_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return the root mean square of each leaf, also where the squares overflow or underflow."""
+    dtype = accumulator_dtype()
+    scale = largest_magnitudes(leaves)
+    scale = jax.lax.stop_gradient(jnp.where(scale == 0, 1, scale))  # it cancels
+    squares = [
+        _sum_of_squares(leaf / scale_i.astype(leaf.dtype)) / max(leaf.size, 1)
+        for leaf, scale_i in zip(leaves, scale)
+    ]
+    return scale * square_root(jnp.array(squares, dtype))
+
+
+def square_root(square: jax.Array) -> jax.Array:
+    """Return the root, with derivative 0 at 0: infinity would make meta-gradients NaN."""
+    return jnp.where(square == 0, 0, jnp.sqrt(jnp.where(square == 0, 1, square)))
+
+
+def largest_magnitudes(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return the largest absolute value of each leaf, as one array; 0 for an empty leaf."""
+    if not leaves:
+        return jnp.zeros(0, accumulator_dtype())
+    return jnp.stack([_largest_magnitude(leaf) for leaf in leaves])
+
+
+@jax.jit
+def _largest_magnitude(leaf: jax.Array) -> jax.Array:
+    largest = jnp.max(jnp.abs(leaf)) if leaf.size else jnp.zeros(())
+    return largest.astype(accumulator_dtype())
+
+
+def _sum_of_squares(leaf: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(leaf.astype(accumulator_dtype())))
+
+
+def _can_concatenate(leaf: jax.Array) -> bool:
+    # On a mesh with explicit axes, arrays with different shardings do not concatenate.
+    return leaf.size <= _SMALL and explicit_mesh(leaf) is None
