@@ -12,23 +12,23 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from accelerate_cases import closure_for, untuned
+from accelerate_cases import closure_for, fit
 from pages import ROOT
 from trainer_cases import (
     BATCHES,
     ROWS,
-    SAMPLES,
     Run,
-    assert_at_average,
     assert_same_runs,
     data,
+    make,
     network,
     plain_run,
     snapshot,
     untuned_run,
+    warnings_with,
 )
 
-from stormplus import StormPlus, Untuned, recalibrate
+from stormplus import StormPlus, Untuned
 from stormplus.integrations.accelerate import prepare
 
 
@@ -39,12 +39,8 @@ def _fresh_accelerate():
     GradientState._reset_state()
 
 
-def test_accumulation_by_accelerate_is_refused():
-    net = network()
-    with pytest.raises(ValueError, match="gradient_accumulation_steps=4 drops closures"):
-        prepare(
-            Accelerator(cpu=True, gradient_accumulation_steps=4), net, StormPlus(net.parameters())
-        )
+def batches():
+    return enumerate(zip(*(part.split(ROWS) for part in data())))
 
 
 def test_a_closure_that_would_be_dropped_is_refused():
@@ -61,17 +57,6 @@ def test_a_closure_that_would_be_dropped_is_refused():
     assert net.evaluations == 1
 
 
-def test_without_prepare_the_closure_is_dropped_silently():
-    """What `prepare` is for."""
-    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
-    model = network()
-    model, opt = accelerator.prepare(model, StormPlus(model.parameters()))
-    calls = []
-    with accelerator.accumulate(model):
-        opt.step(lambda: calls.append(None))
-    assert not calls
-
-
 @pytest.mark.parametrize("by_ours", [True, False])
 def test_model_and_optimizer_in_two_calls(by_ours):
     accelerator, run = Accelerator(cpu=True), Run()
@@ -79,29 +64,27 @@ def test_model_and_optimizer_in_two_calls(by_ours):
     run.opt = StormPlus(run.net.parameters())
     model = prepare(accelerator, run.net) if by_ours else accelerator.prepare(run.net)
     opt = prepare(accelerator, run.opt)
-    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
+    for i, (x, y) in batches():
         torch.manual_seed(i)
         opt.step(closure_for(accelerator, model, opt, x, y))
         run.states.append(snapshot(run.net))
     assert_same_runs(run, plain_run(epochs=1))
-    assert int(run.net.body[1].num_batches_tracked) == BATCHES
 
 
-def test_an_optimizer_whose_model_is_unknown_is_refused():
-    accelerator, model = Accelerator(cpu=True), network()
+def test_what_is_refused():
+    model = network()
     opt = StormPlus(model.parameters())
-    with pytest.raises(ValueError, match="prepare the model before the optimizer"):
-        prepare(accelerator, opt)
-    prepare(accelerator, network())  # another one
-    with pytest.raises(ValueError, match="no prepared model has a parameter of this StormPlus"):
-        prepare(accelerator, opt)
-    with pytest.raises(ValueError, match="this Untuned, so its average would be neither eval"):
-        prepare(accelerator, Untuned(model.parameters()))
-    assert not accelerator._optimizers
+    with pytest.raises(ValueError, match="gradient_accumulation_steps=4 drops closures"):
+        prepare(Accelerator(cpu=True, gradient_accumulation_steps=4), model, opt)
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    accelerator = Accelerator(cpu=True)
+    prepare(accelerator, network())  # another model
+    for kind in (opt, Untuned(model.parameters())):
+        with pytest.raises(ValueError, match="prepare the model before the optimizer"):
+            prepare(accelerator, kind)
     prepare(accelerator, opt, model)
 
-
-def test_an_unverified_setting_is_refused():
     class Elsewhere:
         gradient_accumulation_steps = 1
 
@@ -115,40 +98,45 @@ def test_an_unverified_setting_is_refused():
 def test_other_optimizers_stay_as_they_are():
     model = network()
     _, opt = prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters(), lr=0.1))
-    assert isinstance(opt.optimizer, torch.optim.SGD)
     opt.step()  # without a closure, as ever
 
 
-def test_without_prepare_the_iterate_is_evaluated_and_saved(tmp_path):
-    """What `prepare` is for; nothing of ours is there that could warn."""
-    run = untuned(tmp_path, prepared=Accelerator.prepare)
-    for state in (run.saved[SAMPLES], run.validated[SAMPLES]):
-        assert torch.equal(state["body.0.weight"], run.states[-1]["body.0.weight"])
+class Silent(torch.optim.Optimizer):
+    """A wrapper that passes on what it knows, as DeepSpeed's: not `eval`, nor `train`."""
+
+    def __init__(self, inner):
+        super().__init__(inner.param_groups, {})
+        self._inner = inner
+
+    def step(self, closure=None):
+        self._inner.step()
+
+    def state_dict(self):
+        return self._inner.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._inner.load_state_dict(state_dict)
 
 
-def test_untuned_accumulates_and_is_evaluated_at_the_average(tmp_path):
-    run, plain = untuned(tmp_path, steps=2), untuned_run(accumulate=2)
-    assert_same_runs(run, plain)
-    assert run.opt.grad_evaluations == SAMPLES // 2
-    for step, state in (*run.saved.items(), *run.validated.items()):
-        assert_at_average(state, plain.averages[step - 1], plain.states[step - 1])
+@pytest.mark.parametrize("wrap", [lambda opt: opt, Silent], ids=["Accelerate", "two wrappers"])
+def test_eval_that_does_nothing_is_found_at_the_first_save(tmp_path, recwarn, wrap):
+    accelerator, net = Accelerator(cpu=True), network()
+    inner = make(Untuned, net.parameters())
+    model, opt = accelerator.prepare(net, wrap(inner))
+    for _, (x, y) in batches():
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        opt.step()
+        opt.zero_grad()
+    opt.eval()
+    assert inner.at_average == (wrap is not Silent)
+    for _ in range(2):
+        accelerator.save_state(tmp_path)
+    assert len(warnings_with(recwarn, "the iterate of Untuned is saved")) == (wrap is Silent)
 
 
-def test_running_statistics_are_taken_anew_over_the_last_batches(tmp_path):
-    run = untuned(tmp_path, recalibrate_batches=4)
-    net = network()
-    net.load_state_dict(run.saved[SAMPLES])
-    recalibrate(net, data()[0].split(ROWS)[2:])
-    for state in (run.validated[SAMPLES], run.saved[SAMPLES]):
-        for name in ("body.1.running_mean", "body.1.running_var"):
-            torch.testing.assert_close(state[name], net.state_dict()[name], rtol=1e-9, atol=0)
-    assert run.net.evaluations == SAMPLES
-
-
-def test_a_copy_of_the_model_is_on_its_own(tmp_path):
-    """An average of one's own, say, which is evaluated while the model trains."""
-    run = untuned(tmp_path, epochs=1)
-    run.opt.train()
+def test_a_copy_of_the_model_does_not_swap(tmp_path):
+    """An average of the user's, say, which is evaluated while the model trains."""
+    run = fit(tmp_path, kind=Untuned, epochs=1)
     twin = copy.deepcopy(run.net)
     with torch.no_grad():
         for p in twin.parameters():
@@ -160,25 +148,12 @@ def test_a_copy_of_the_model_is_on_its_own(tmp_path):
     assert not run.opt.at_average
 
 
-def test_the_example_runs_under_torchrun_in_two_processes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    out = subprocess.run(
-        [*command, str(ROOT / "examples" / "accelerate_loop.py"), "--epochs", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True, timeout=600,
-    ).stdout  # fmt: skip
-    # each rank has 11 of the 22 batches; rank 0 alone prints
-    assert out.count(f"22 samples, {2 * (2 * 22 - 1)} evaluations") == 1
-    assert "running statistics moved 44 times" in out
-
-
 def test_a_closure_after_a_validation_trains_the_iterate():
-    """The model says what is wanted when it is called, and a closure calls it in the step."""
     accelerator, run = Accelerator(cpu=True), Run()
     net = run.net = network()
     run.opt = Untuned(net.parameters())
     model, opt = prepare(accelerator, net, run.opt)
-    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
+    for i, (x, y) in batches():
         torch.manual_seed(i)
         opt.step(closure_for(accelerator, model, opt, x, y))
         run.states.append(snapshot(net))
@@ -188,22 +163,17 @@ def test_a_closure_after_a_validation_trains_the_iterate():
         assert run.opt.at_average
         model.train()
     assert_same_runs(run, untuned_run(epochs=1))
-    assert net.evaluations == BATCHES  # in train mode
+    assert net.evaluations == BATCHES
     model.eval()
-    with pytest.raises(RuntimeError, match="hold the average"):  # it trains in eval mode
+    with pytest.raises(RuntimeError, match="called in eval mode"):
         opt.step(closure_for(accelerator, model, opt, x, y))
-    closure_for(accelerator, model, opt, x, y)()
-    for step in (opt.step, run.opt.step):  # and the gradient was taken there
-        with pytest.raises(RuntimeError, match="hold the average"):
-            step()
 
 
 @pytest.mark.parametrize("inner", [True, False])
 def test_a_compiled_model_is_saved_at_the_average(inner):
     accelerator, net = Accelerator(cpu=True), torch.nn.Linear(6, 1)
-    model, opt = prepare(
-        accelerator, torch.compile(net, backend="eager"), Untuned(net.parameters())
-    )
+    compiled = torch.compile(net, backend="eager")
+    model, opt = prepare(accelerator, compiled, Untuned(net.parameters()))
     for x in torch.randn(3, ROWS, 6):
         opt.zero_grad()
         accelerator.backward(model(x).square().mean())
@@ -211,3 +181,14 @@ def test_a_compiled_model_is_saved_at_the_average(inner):
     assert not opt.optimizer.at_average
     (model._orig_mod if inner else model).state_dict()
     assert opt.optimizer.at_average
+
+
+def test_the_example_runs_under_torchrun_in_two_processes():
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    out = subprocess.run(
+        [*command, str(ROOT / "examples" / "accelerate_loop.py"), "--epochs", "2"],
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True, text=True, check=True, timeout=600,
+    ).stdout  # fmt: skip
+    # each rank has 11 of the 22 batches; rank 0 alone prints
+    assert out.count(f"22 samples, {2 * (2 * 22 - 1)} evaluations") == 1

@@ -86,7 +86,7 @@ def resume(folder, _):
     )  # fmt: skip
     module = Module(seeded=False)
     torch.manual_seed(100 + int(os.environ["LOCAL_RANK"]))
-    fit.fit(module, loader(8), ckpt_path=str(Path(folder) / "alone.ckpt"), **SAFELY)
+    fit.fit(module, loader(8), ckpt_path=str(folder / "alone.ckpt"), **SAFELY)
     return recorder.run, {"streams": streams[0], "steps": fit.global_step}
 
 
@@ -106,11 +106,11 @@ def main(folder, kind, accumulate):
         "evaluations": run.net.evaluations,
         "diagnostics": run.opt.diagnostics(),
     }
-    torch.save(answer | more, Path(folder) / f"rank{os.environ['RANK']}.pt")
+    torch.save(answer | more, folder / f"rank{os.environ['RANK']}.pt")
     if dist.is_initialized():
         dist.barrier()  # a process that leaves while gloo still works can crash on its way out
         dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(Path(sys.argv[1]), sys.argv[2], int(sys.argv[3]))

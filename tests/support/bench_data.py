@@ -1,4 +1,4 @@
-"""Small data sets in the form of the real releases, and a server for them that can fail."""
+"""Small data sets in the format of the real ones, and a server for them that can fail."""
 
 import gzip
 import hashlib
@@ -6,39 +6,30 @@ import http.server
 import io
 import struct
 import tarfile
-import threading
 from dataclasses import replace
 
 import numpy as np
 
 from stormplus_bench import data
-from stormplus_bench.download import RELEASES
 
-CIFAR_RECORDS = 7
-CIFAR_FILES = (*data.CIFAR10_TRAIN, data.CIFAR10_TEST)
+RECORDS = 7
 MNIST = {"train": 5, "t10k": 3}
 SENTENCE = b"to be, or not to be: that is the question.\n" * 4
 
 
-def make_small(monkeypatch):
-    """Let the readers expect the sizes of these files, in no folder unless told."""
-    monkeypatch.delenv(data.VARIABLE, raising=False)
-    monkeypatch.setattr(data, "CIFAR10_RECORDS", CIFAR_RECORDS)
+def make_small(monkeypatch, folder):
+    """Let the readers expect the sizes of these files, in this folder."""
+    monkeypatch.setenv(data.VARIABLE, str(folder))
+    monkeypatch.setattr(data, "CIFAR10_RECORDS", RECORDS)
     monkeypatch.setattr(data, "MNIST_IMAGES", MNIST)
     monkeypatch.setattr(data, "SHAKESPEARE_BYTES", len(SENTENCE))
 
 
 def cifar10_records(k):
     """File k of six: records of a label and 3 x 32 x 32 bytes."""
-    records = np.random.default_rng(k).integers(0, 256, (CIFAR_RECORDS, 3073), np.uint8)
+    records = np.random.default_rng(k).integers(0, 256, (RECORDS, 3073), np.uint8)
     records[:, 0] %= 10
     return records
-
-
-def write_cifar10(release):
-    release.mkdir(parents=True)
-    for k, name in enumerate(CIFAR_FILES, start=1):
-        (release / name).write_bytes(cifar10_records(k).tobytes())
 
 
 def idx(array):
@@ -47,7 +38,7 @@ def idx(array):
 
 
 def mnist_arrays():
-    """Each released name without its ending, and what it holds."""
+    """The contents of the four files by name."""
     rng = np.random.default_rng(0)
     arrays = {}
     for split, n in MNIST.items():
@@ -56,60 +47,29 @@ def mnist_arrays():
     return arrays
 
 
-def mnist_files():
-    return {f"{stem}.gz": gzip.compress(idx(a), mtime=0) for stem, a in mnist_arrays().items()}
-
-
-def write_mnist(folder, rename=lambda stem: f"{stem}.gz"):
-    """Write the four files; a name that does not end in .gz is written unzipped."""
-    (folder / "mnist").mkdir(parents=True)
-    for stem, array in mnist_arrays().items():
-        name, content = rename(stem), idx(array)
-        content = gzip.compress(content, mtime=0) if name.endswith(".gz") else content
-        (folder / "mnist" / name).write_bytes(content)
-
-
-def write_shakespeare(folder, text=SENTENCE):
-    (folder / "tinyshakespeare").mkdir(parents=True)
-    (folder / "tinyshakespeare" / "input.txt").write_bytes(text)
-
-
-def archive_of(files):
+def released():
+    """The files that the server has, by name."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as tar:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
+        for k, name in enumerate(data.CIFAR10_FILES, start=1):
+            content = cifar10_records(k).tobytes()
+            member = tarfile.TarInfo(f"cifar-10-batches-bin/{name}")
             member.size = len(content)
             tar.addfile(member, io.BytesIO(content))
-    return whole.getvalue()
-
-
-def cifar10_archive():
-    """As released: the binary files among others, in an order of its own."""
-    files = {name: cifar10_records(k).tobytes() for k, name in enumerate(CIFAR_FILES, start=1)}
-    files |= {"batches.meta.txt": b"airplane\n", "readme.html": b"<html>"}
-    inside = {f"cifar-10-batches-bin/{name}": files[name] for name in reversed(files)}
-    return archive_of(inside | {"../outside.bin": b"x", "other/data_batch_1.bin": b"x"})
+    files = {"cifar-10-binary.tar.gz": whole.getvalue(), "input.txt": SENTENCE}
+    return files | {f"{n}.gz": gzip.compress(idx(a), mtime=0) for n, a in mnist_arrays().items()}
 
 
 class Server(http.server.ThreadingHTTPServer):
-    """Serves `content`; `spoil[name]` says what goes wrong: "cut", "stall", "other", "gone"."""
+    """Serves `released()`; `spoil[name]` is "cut", "other" (content) or "gone"."""
 
     daemon_threads = True
-    block_on_close = False
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         super().__init__(("127.0.0.1", 0), Handler)
-        self.content = {"cifar-10-binary.tar.gz": cifar10_archive(), "input.txt": SENTENCE}
-        self.content |= mnist_files()
-        self.spoil, self.requests = {}, []
-        self.half_sent, self.release = threading.Event(), threading.Event()
-
-    def take_over(self, monkeypatch):
-        """Let the registry name the files here; the kind of checksum is kept."""
-        for name, release in tuple(RELEASES.items()):
-            remotes = tuple(map(self._local, release.remotes))
-            monkeypatch.setitem(RELEASES, name, replace(release, remotes=remotes))
+        self.content, self.spoil, self.requests = released(), {}, []
+        for name, remotes in data.REMOTES.items():
+            monkeypatch.setitem(data.REMOTES, name, tuple(map(self._local, remotes)))
 
     def _local(self, remote):
         algorithm, name = remote.checksum.partition(":")[0], remote.url.rpartition("/")[2]
@@ -131,14 +91,8 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
-        if spoil in ("cut", "stall"):
-            self.wfile.write(content[: len(content) // 2])
-            self.wfile.flush()
-            self.server.half_sent.set()
-            if spoil == "stall":
-                self.server.release.wait(20)
-        else:
-            self.wfile.write(b"?" * len(content) if spoil == "other" else content)
+        sent = {"cut": content[: len(content) // 2], "other": b"?" * len(content)}
+        self.wfile.write(sent.get(spoil, content))
 
     def log_message(self, *_):
         pass

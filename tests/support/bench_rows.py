@@ -9,8 +9,6 @@ from typing import Any
 import pandas as pd
 
 from stormplus_bench import rows
-from stormplus_bench.paper import SOLVERS, Scale
-from stormplus_bench.paper_tables import with_epochs
 
 
 def make_row(losses: Iterable[float | None], **fields: Any) -> dict[str, Any]:
@@ -84,40 +82,3 @@ def swept() -> list[dict[str, Any]]:
             make_row([10, 40], **a, method="Adam", lr=0.01, status="diverged"),
         ]
     return found
-
-
-# Rows as the paper's experiment writes them, a few measurements each.
-PAIRED = ("STORM", "STORM+", "STORM+ mean")
-SCALE = Scale(1000, 20, 1000, 40, rates=(0.01, 0.1, 1.0))
-
-
-def paper_row(workload, method, lr, losses, accuracies=None, price=1):
-    evaluations = [20 * k for k in range(len(losses))]
-    row = make_row(losses, workload=workload, method=method, lr=lr, default=False)
-    accuracies = accuracies or [0.1 + 0.1 * k for k in range(len(losses))]
-    row["curve"] |= {"evaluations": evaluations, "samples": [e // price for e in evaluations]}
-    row["curve"] |= {"train_accuracy": accuracies, "valid_accuracy": accuracies}
-    row["status"] = "diverged" if losses[-1] is None else "done"
-    return row | {"budget": evaluations[-1], "batch_size": 100}
-
-
-def sweep_rows(best):
-    """Every method at every rate; loss 1 at its best rate and 2 elsewhere."""
-    return [
-        paper_row(SCALE.sweep_name, m, lr, [3.0, 1.0 if lr == best[m] else 2.0])
-        for m in SOLVERS
-        for lr in SCALE.rates
-    ]
-
-
-def long_rows(losses, accuracies=None):
-    """The long runs of all methods, from dicts by method."""
-    return [
-        paper_row(SCALE.long_name, m, 0.1, losses[m], accuracies and accuracies[m], price)
-        for m in SOLVERS
-        for price in [2 if m in PAIRED else 1]
-    ]
-
-
-def long_frame(losses, accuracies):
-    return with_epochs(frame_of(long_rows(losses, accuracies)), SCALE.images)

@@ -1,23 +1,22 @@
 """Keras models on torch, their runs, and the loop that they are compared with."""
 
 import os
-from contextlib import suppress
 
 import torch
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, distance, network, snapshot
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, distance, network, nothing, snapshot
 
-from stormplus import StormPlus, Untuned
+from stormplus import StormPlus
 
 os.environ["KERAS_BACKEND"] = "torch"
 import keras
 
-from stormplus.integrations.keras import ClosureTraining, KerasOptimizer
+from stormplus.integrations.keras import StormPlusModelMixin, StormPlusOptimizer
 
 FEATURES = 6
 
 
 @keras.saving.register_keras_serializable("tests")
-class Model(ClosureTraining, keras.Model):
+class Model(StormPlusModelMixin, keras.Model):
     pass
 
 
@@ -32,8 +31,106 @@ class Inside(keras.Model):
         return self.inside(x, training=training)
 
 
-class TorchInside(ClosureTraining, Inside):
+class TorchInside(StormPlusModelMixin, Inside):
     pass
+
+
+@keras.saving.register_keras_serializable("tests")
+def keras_distance(y, out):
+    return distance(out, y.to(torch.float32))
+
+
+class Schedule(keras.optimizers.schedules.LearningRateSchedule):
+    def __init__(self, lr, schedule):
+        self.lr, self.schedule = lr, schedule
+
+    def __call__(self, step):
+        return self.lr * self.schedule(int(step))
+
+
+class Recorder(keras.callbacks.Callback):
+    """One seed per sample, as in the plain loop; records where the model is afterwards."""
+
+    def __init__(self, run, take, first=0, after=nothing):
+        super().__init__()
+        self.run, self.take, self.number, self.after = run, take, first, after
+
+    def on_train_batch_begin(self, batch, logs=None):
+        torch.manual_seed(self.number)
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.number += 1
+        self.run.states.append(self.take())
+        self.after(self.run.net)
+
+    def on_test_batch_end(self, batch, logs=None):
+        self.run.validated[self.number] = self.take()
+
+
+def variables(model):
+    return {f"{i}": v.value.detach().clone() for i, v in enumerate(model.weights)}
+
+
+def compiled(model, *args, **options):
+    model.compile(optimizer=StormPlusOptimizer(*args, **options), loss=keras_distance)
+    return model
+
+
+def fitted(
+    model, take=None, epochs=EPOCHS, callbacks=(), first=0, run=None, after=nothing, watch=False,
+    **options,
+):  # fmt: skip
+    if not model.compiled:
+        compiled(model, **options)
+    run = run or Run()
+    recorder = Recorder(run, take or (lambda: variables(model)), first, after)
+    x, y = (part.numpy() for part in data(dtype=torch.float32))
+    held_out = {"validation_data": (x[:ROWS], y[:ROWS]), "validation_batch_size": ROWS}
+    model.fit(
+        x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
+        callbacks=[recorder, *callbacks], **held_out if watch else {},
+    )  # fmt: skip
+    run.opt, run.trainer = model.optimizer.torch_optimizer, model
+    return run
+
+
+def fit(
+    folder, *callbacks, kind=StormPlus, tool=True, epochs=EPOCHS, schedule=None, setup=nothing,
+    after=nothing, lr=1.0, run=None, dtype=torch.float32, watch=False, resume=False,
+):  # fmt: skip
+    rate = lr if schedule is None else Schedule(lr, schedule)
+
+    def made(path=None):
+        """A compiled model, with the weights and the optimizer's state of a file."""
+        model = compiled(TorchInside() if tool else Inside(), kind.__name__, learning_rate=rate)
+        if path is not None:
+            model(data(1, dtype)[0])
+            model.optimizer.build(model.trainable_variables)
+            model.load_weights(path)
+        return model
+
+    model = made(folder / f"{BATCHES}.weights.h5" if resume else None)
+    run = run or Run()
+    net = run.net = model.inside.module
+    setup(net)
+    first = BATCHES * resume
+
+    class Saves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            self.model.save_weights(folder / f"{first + BATCHES * (epoch + 1)}.weights.h5")
+
+    fitted(
+        model, lambda: snapshot(net), epochs - resume, [*callbacks, *[Saves()] * watch], first, run,
+        after, watch,
+    )  # fmt: skip
+    if watch:
+        paths = {int(path.name.split(".")[0]): path for path in folder.glob("*.weights.h5")}
+        run.saved = {step: snapshot(made(path).inside.module) for step, path in paths.items()}
+    return run
+
+
+def again(run):
+    fitted(run.trainer, lambda: snapshot(run.net), first=len(run.states), run=run)
 
 
 def keras_network(dropout=0.3, kind=Model, dtype="float32", seed=0, seeded=True):
@@ -48,76 +145,10 @@ def keras_network(dropout=0.3, kind=Model, dtype="float32", seed=0, seeded=True)
     return kind(x, keras.layers.Dense(1, dtype=dtype)(h))
 
 
-@keras.saving.register_keras_serializable("tests")
-def keras_distance(y, out):
-    return distance(out, y.to(torch.float32))
-
-
-class Watch(keras.callbacks.Callback):
-    """One seed a sample, as the plain loop has it; notes where the model is afterwards."""
-
-    def __init__(self, run, take, first=0):
-        super().__init__()
-        self.run, self.take, self.number = run, take, first
-
-    def on_train_batch_begin(self, batch, logs=None):
-        torch.manual_seed(self.number)
-
-    def on_train_batch_end(self, batch, logs=None):
-        self.number += 1
-        self.run.states.append(self.take())
-
-
-def variables(model):
-    return {f"{i}": v.value.detach().clone() for i, v in enumerate(model.weights)}
-
-
-def compiled(model, *args, **options):
-    model.compile(optimizer=KerasOptimizer(*args, **options), loss=keras_distance)
-    return model
-
-
-def fitted(model, take=None, epochs=EPOCHS, callbacks=(), first=0, run=None, **options):
-    if not model.compiled:
-        compiled(model, **options)
-    run = run or Run()
-    watch = Watch(run, take or (lambda: variables(model)), first)
-    x, y = data(dtype=torch.float32)
-    model.fit(
-        x.numpy(), y.numpy(), batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
-        callbacks=[watch, *callbacks],
-    )  # fmt: skip
-    run.opt, run.trainer = model.optimizer.torch_optimizer, model
-    return run
-
-
-class Schedule(keras.optimizers.schedules.LearningRateSchedule):
-    def __init__(self, lr, schedule):
-        self.lr, self.schedule = lr, schedule
-
-    def __call__(self, step):
-        return self.lr * self.schedule(int(step))
-
-
-def fit(
-    folder, *, kind=StormPlus, tool=True, epochs=EPOCHS, schedule=None, setup=lambda net: None,
-    lr=1.0, run=None, dtype=torch.float32,
-):  # fmt: skip
-    model = TorchInside() if tool else Inside()
-    net = model.inside.module
-    setup(net)
-    rate = lr if schedule is None else Schedule(lr, schedule)
-    run = fitted(
-        model, lambda: snapshot(net), epochs, run=run, method=kind.__name__, learning_rate=rate
-    )
-    run.net = net
-    return run
-
-
-def plain_keras(model, **options):
-    """Keras layers in a loop that puts seeds and statistics back by hand."""
+def plain_keras(model):
+    """Keras layers in a loop that restores seeds and statistics by hand."""
     run = Run()
-    opt = run.opt = StormPlus([v.value for v in model.trainable_variables], **options)
+    opt = run.opt = StormPlus([v.value for v in model.trainable_variables])
     batches = list(zip(*(part.split(ROWS) for part in data(dtype=torch.float32))))
     for i, (x, y) in enumerate(batches * EPOCHS):
 
@@ -136,92 +167,3 @@ def plain_keras(model, **options):
         opt.estimate()
         run.states.append(variables(model))
     return run
-
-
-# -- resuming. Without a seed generator: Keras itself does not save where those stand. ------------
-
-
-def by_model(folder):
-    first = fitted(keras_network(seeded=False), epochs=1)
-    first.trainer.save(folder / "half.keras")
-    again = keras.saving.load_model(folder / "half.keras")
-    assert type(again) is Model
-    return first, fitted(again, epochs=1, first=BATCHES)
-
-
-def by_weights(folder):
-    first = fitted(keras_network(seeded=False), epochs=1)
-    first.trainer.save_weights(folder / "half.weights.h5")
-    again = compiled(keras_network(seed=1, seeded=False))
-    again.optimizer.build(again.trainable_variables)
-    again.load_weights(folder / "half.weights.h5")
-    return first, fitted(again, epochs=1, first=BATCHES)
-
-
-def by_backup(folder):
-    class Stop(keras.callbacks.Callback):
-        def on_epoch_begin(self, epoch, logs=None):
-            if epoch == 1:
-                raise KeyboardInterrupt
-
-    first, saves, loads = Run(), *(keras.callbacks.BackupAndRestore(folder / "b") for _ in range(2))
-    with suppress(KeyboardInterrupt):
-        fitted(keras_network(seeded=False), run=first, callbacks=[saves, Stop()])
-    again = compiled(keras_network(seed=1, seeded=False))
-    return first, fitted(again, callbacks=[loads], first=BATCHES)
-
-
-RESUMES = {"save": by_model, "save_weights": by_weights, "BackupAndRestore": by_backup}
-
-
-# -- Untuned -------------------------------------------------------------------------------------
-
-
-class Validated(keras.callbacks.Callback):
-    """Where the network was validated, by the number of steps so far."""
-
-    def __init__(self, run, net):
-        super().__init__()
-        self.run, self.net = run, net
-        run.validated = {}
-
-    def on_test_batch_end(self, batch, logs=None):
-        self.run.validated[len(self.run.states)] = snapshot(self.net)
-
-
-def inside(folder=None, epoch=None):
-    """A compiled model, with the weights of a file."""
-    model = compiled(TorchInside(), Untuned.__name__)
-    x, _ = data(1, dtype=torch.float32)
-    model(x)
-    model.optimizer.build(model.trainable_variables)
-    if folder is not None:
-        model.load_weights(folder / f"{epoch}.weights.h5")
-    return model
-
-
-def untuned(folder, epochs=EPOCHS, model=None, first=0, callbacks=()):
-    model = model or inside()
-    net, run = model.inside.module, Run()
-    run.net = net
-    saves = keras.callbacks.ModelCheckpoint(
-        folder / "{epoch}.weights.h5", save_weights_only=True, monitor="val_loss"
-    )
-    watch = Watch(run, lambda: snapshot(net), first)
-    x, y = data(dtype=torch.float32)
-    model.fit(
-        x.numpy(), y.numpy(), batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
-        validation_data=(x.numpy()[:ROWS], y.numpy()[:ROWS]), validation_batch_size=ROWS,
-        callbacks=[watch, Validated(run, net), saves, *callbacks],
-    )  # fmt: skip
-    run.opt, run.trainer = model.optimizer.torch_optimizer, model
-    run.saved = {
-        BATCHES * epoch: snapshot(inside(folder, epoch).inside.module)
-        for epoch in range(1, epochs + 1)
-    }
-    return run
-
-
-def untuned_in_two(folder):
-    first = untuned(folder, epochs=1)
-    return first, untuned(folder, epochs=1, model=inside(folder, 1), first=BATCHES)

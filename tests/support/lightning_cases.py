@@ -7,9 +7,20 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, loss_of, make, network, snapshot
+from trainer_cases import (
+    BATCHES,
+    EPOCHS,
+    ROWS,
+    Run,
+    data,
+    loss_of,
+    make,
+    network,
+    nothing,
+    snapshot,
+)
 
-from stormplus import StormPlus, Untuned
+from stormplus import StormPlus
 from stormplus.integrations.lightning import StormPlusCallback, UntunedCallback
 from stormplus.torch import PairedOptimizer
 from stormplus.versions import release
@@ -22,14 +33,9 @@ class Module(LightningModule):
     """Seeds the random numbers of a sample with the number of its first batch."""
 
     def __init__(
-        self,
-        dtype=torch.float64,
-        kind=StormPlus,
-        schedule=None,
-        seeded=True,
-        dropout=0.3,
+        self, dtype=torch.float64, kind=StormPlus, schedule=None, seeded=True, dropout=0.3,
         **options,
-    ):
+    ):  # fmt: skip
         super().__init__()
         self.net, self.metric = network(dtype, dropout), MeanMetric()
         self.kind, self.schedule, self.seeded, self.options = kind, schedule, seeded, options
@@ -55,8 +61,14 @@ class Module(LightningModule):
         return {"optimizer": opt, "lr_scheduler": scheduler}
 
 
+class Validated(Module):
+    def validation_step(self, batch, batch_idx):
+        self.validated = snapshot(self.net)
+        self.log("val_loss", loss_of(self.net, *batch))
+
+
 class Manual(Module):
-    """The loop of one's own inside `training_step`."""
+    """Manual optimization; `step(module, opt, closure)` is the test's."""
 
     def __init__(self, step, **options):
         super().__init__(**options)
@@ -76,18 +88,27 @@ class Manual(Module):
 
 
 class Recorder(Callback):
-    """The network after every step."""
+    """Records the network after every step, and where it was validated."""
 
-    def __init__(self, run=None):
-        self.run, self.first = run or Run(), None
+    def __init__(self, run=None, after=nothing):
+        self.run, self.after, self.first = run or Run(), after, None
 
     def on_train_start(self, trainer, pl_module):
-        self.run.opt, self.run.net = trainer.optimizers[0], pl_module.net
+        self.run.opt, self.run.net, self.run.module = (
+            trainer.optimizers[0],
+            pl_module.net,
+            pl_module,
+        )
         self.first = trainer.global_step - len(self.run.states)
 
     def on_train_batch_end(self, trainer, pl_module, *_):
         if trainer.global_step - self.first > len(self.run.states):
             self.run.states.append(snapshot(pl_module.net))
+            self.after(pl_module.net)
+
+    def on_validation_end(self, trainer, pl_module):
+        if not trainer.sanity_checking:
+            self.run.validated[trainer.global_step] = pl_module.validated
 
 
 def loader(batches=BATCHES, dtype=torch.float64, rows=ROWS, **options):
@@ -120,84 +141,39 @@ def run(module, train_loader, *callbacks, callback=None, **options):
     return recorder.run, fit
 
 
-# -- what the table asks for ---------------------------------------------------------------------
-
-
-def fit(
-    folder, *, kind=StormPlus, tool=None, run=None, epochs=EPOCHS, accumulate=1, clip=None,
-    dtype=torch.float64, half=None, scale=None, schedule=None, setup=lambda net: None, lr=1.0,
-    resume=None, save=None,
-):  # fmt: skip
-    tool = issubclass(kind, PairedOptimizer) if tool is None else tool
-    recorder = Recorder(run)
-    callbacks = [StormPlusCallback()] * tool + [recorder]
-    plugin = half_plugin(scale) if scale else None
-    precision = {"plugins": [plugin]} if scale else {"precision": half and "bf16-mixed"}
-    saver = [ModelCheckpoint(folder, filename="half")] if save else []
-    made = trainer(
-        *callbacks, *saver, epochs=epochs, gradient_clip_val=clip, enable_checkpointing=bool(save),
-        accumulate_grad_batches=accumulate, **precision,
-    )  # fmt: skip
-    module = Module(dtype, kind, schedule, lr=lr)
-    setup(module.net)
-    made.fit(module, loader(dtype=dtype), ckpt_path=resume, **SAFELY)
-    recorder.run.trainer, recorder.run.scaler = made, plugin and plugin.scaler
-    return recorder.run
-
-
-def in_two(folder):
-    first = fit(folder, epochs=1, save=True)
-    return first, fit(folder, resume=folder / "half.ckpt", save=True)
-
-
-RESUMES = {"ckpt_path": in_two}
-
-
-class ValidatedModule(Module):
-    def validation_step(self, batch, batch_idx):
-        self.validated = snapshot(self.net)
-        self.log("val_loss", loss_of(self.net, *batch))
-
-
-class Validated(Callback):
-    """Where the network was validated, by the number of steps so far."""
-
-    def __init__(self, run):
-        self.run = run
-        run.validated = {}
-
-    def on_validation_end(self, trainer, pl_module):
-        if not trainer.sanity_checking:
-            self.run.validated[trainer.global_step] = pl_module.validated
-
-
-def untuned(folder, *callbacks, resume=None, epochs=EPOCHS, callback=None, **options):
-    recorder = Recorder()
-    run = recorder.run
-    saver = ModelCheckpoint(folder, save_top_k=-1, filename="{step}", every_n_train_steps=4)
-    best = ModelCheckpoint(folder, monitor="val_loss", filename="best")
-    tool = [UntunedCallback()] if callback is None else callback
-    run.trainer = trainer(
-        *callbacks, best, saver, recorder, Validated(run), *tool, epochs=epochs,
-        enable_checkpointing=True, num_sanity_val_steps=1, **options,
-    )  # fmt: skip
-    module = run.module = ValidatedModule(kind=Untuned)
-    rows = loader()
-    run.trainer.fit(module, rows, rows, ckpt_path=resume, **SAFELY)
-    run.trainer.save_checkpoint(folder / f"step={run.trainer.global_step}.ckpt")
-    run.saved = {
-        int(path.stem.split("=")[1]): weights_of(path) for path in folder.glob("step=*.ckpt")
-    }
-    best_file = torch.load(best.best_model_path, weights_only=True)
-    run.saved[best_file["global_step"]] = weights_of(best.best_model_path)
-    return run
-
-
 def weights_of(path):
     saved = torch.load(path, weights_only=True)["state_dict"]
     return {k.removeprefix("net."): v for k, v in saved.items() if k.startswith("net.")}
 
 
-def untuned_in_two(folder):
-    first = untuned(folder, epochs=1)
-    return first, untuned(folder, resume=folder / f"step={BATCHES}.ckpt")
+def fit(
+    folder, *callbacks, kind=StormPlus, tool=True, run=None, epochs=EPOCHS, accumulate=1, clip=None,
+    dtype=torch.float64, half=None, scale=None, schedule=None, setup=nothing, after=nothing, lr=1.0,
+    watch=False, resume=False, recalibrate_batches=0,
+):  # fmt: skip
+    recorder = Recorder(run, after)
+    run = recorder.run
+    own = StormPlusCallback()
+    if not issubclass(kind, PairedOptimizer):
+        own = UntunedCallback(recalibrate_batches=recalibrate_batches)
+    plugin = half_plugin(scale) if scale else None
+    precision = {"plugins": [plugin]} if scale else {"precision": half and "bf16-mixed"}
+    savers = [
+        ModelCheckpoint(folder, save_top_k=-1, filename="{step}", every_n_train_steps=2),
+        ModelCheckpoint(folder, monitor="val_loss", filename="best"),
+    ]
+    made = run.trainer = trainer(
+        *callbacks, *savers * watch, recorder, *[own] * tool, epochs=epochs, gradient_clip_val=clip,
+        enable_checkpointing=watch, accumulate_grad_batches=accumulate, num_sanity_val_steps=1,
+        **precision,
+    )  # fmt: skip
+    module = (Validated if watch else Module)(dtype, kind, schedule, lr=lr)
+    setup(module.net)
+    rows, path = loader(dtype=dtype), folder / f"step={BATCHES}.ckpt" if resume else None
+    made.fit(module, rows, rows if watch else None, ckpt_path=path, **SAFELY)
+    run.scaler = plugin and plugin.scaler
+    if watch:
+        paths = [*folder.glob("step=*.ckpt"), savers[1].best_model_path]
+        steps = [torch.load(path, weights_only=True)["global_step"] for path in paths]
+        run.saved = {step: weights_of(path) for step, path in zip(steps, paths)}
+    return run

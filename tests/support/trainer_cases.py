@@ -1,4 +1,17 @@
-"""A network with BatchNorm and dropout, its data, and the plain loop to compare trainers with."""
+"""A network with BatchNorm and dropout, its data, and the plain loop to compare trainers with.
+
+Each `<trainer>_cases.py` has one function, `fit(folder, **settings)`, which trains this network on
+this data with one trainer and returns a `Run`. Settings that all of them have:
+
+    kind, lr, dtype, epochs    the optimizer and the run
+    half, scale, clip, accumulate, schedule
+    tool                       False leaves our callback, mixin or subclass out
+    setup(net), after(net)     called before the run, and after every step
+    run                        a `Run` to fill, for runs that fail
+    watch                      validate and save after every epoch: `run.validated`, `run.saved`
+    resume                     go on from what a watched run saved after its first epoch
+    recalibrate_batches        of Untuned's callback
+"""
 
 import os
 import socket
@@ -13,26 +26,23 @@ from torch.func import functional_call
 from torch.nn import functional as F
 
 from stormplus import StormPlus, Untuned, same_sample, scaled_step
-from stormplus.rules import INTERPOLATION, average_weight
 from stormplus.torch import PairedOptimizer
+from stormplus.untuned_rule import INTERPOLATION, average_weight
 
 ROWS = 8  # of a batch
 BATCHES, EPOCHS = 6, 2
 SAMPLES = BATCHES * EPOCHS
-STATISTICS = "body.1.num_batches_tracked"
 
 
 def data(batches=BATCHES, dtype=torch.float64):
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(batches * ROWS, 6, generator=draw, dtype=torch.float64)
-    y = torch.sin(x.sum(dim=1, keepdim=True)) + 0.1 * torch.randn(
-        batches * ROWS, 1, generator=draw, dtype=torch.float64
-    )
-    return x.to(dtype), y.to(dtype)
+    noise = torch.randn(batches * ROWS, 1, generator=draw, dtype=torch.float64)
+    return x.to(dtype), (torch.sin(x.sum(dim=1, keepdim=True)) + 0.1 * noise).to(dtype)
 
 
 class Network(nn.Module):
-    """Not linear; counts its evaluations in train mode, and fails in one of them if asked to."""
+    """Counts its evaluations in train mode, and fails in one of them if asked to."""
 
     def __init__(self, dtype=torch.float64, dropout=0.3):
         super().__init__()
@@ -64,44 +74,36 @@ def loss_of(model, x, y, half=None):
 
 
 def snapshot(model):
-    """Parameters and buffers, as they are: taking the state may put an average in."""
+    """Parameters and buffers, without `state_dict`, which may swap an average in."""
     tensors = (*model.named_parameters(), *model.named_buffers())
     return {name: value.detach().clone() for name, value in tensors}
 
 
 class Run(SimpleNamespace):
-    """What a trainer's run leaves: the states after every step, the optimizer, the network."""
+    """What a run leaves: the states after every step, the optimizer, the network."""
 
     def __init__(self):
-        super().__init__(states=[], opt=None, net=None)
+        super().__init__(states=[], opt=None, net=None, validated={}, saved={})
+
+
+def nothing(*_):
+    pass
 
 
 def make(kind, params, lr=1.0, **options):
-    """Untuned has no lr."""
+    """Construct an optimizer; Untuned has no lr."""
     return kind(params, **options) if kind is Untuned else kind(params, lr=lr, **options)
 
 
 def plain_run(
-    *,
-    kind=StormPlus,
-    batches=BATCHES,
-    epochs=EPOCHS,
-    accumulate=1,
-    divisor=None,
-    dtype=torch.float64,
-    half=None,
-    clip=None,
-    schedule=lambda step: 1.0,
-    scale=None,
-    before=lambda step, opt, net: None,
-    lr=1.0,
-    **options,
-):
+    *, kind=StormPlus, batches=BATCHES, epochs=EPOCHS, accumulate=1, divisor=None,
+    dtype=torch.float64, half=None, clip=None, schedule=None, scale=None, before=nothing, lr=1.0,
+):  # fmt: skip
     """The loop that the README shows; the number of a sample's first batch is its seed."""
     x, y = data(batches, dtype)
     run = Run()
     net = run.net = network(dtype)
-    opt = run.opt = make(kind, net.parameters(), lr, **options)
+    opt = run.opt = make(kind, net.parameters(), lr)
     scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
     run.losses = []
 
@@ -126,43 +128,39 @@ def plain_run(
             run.losses.append(float(total))
             return total
 
-        opt.param_groups[0]["lr"] = lr * schedule(step)
+        opt.param_groups[0]["lr"] = lr * (1.0 if schedule is None else schedule(step))
         before(step, opt, net)
         torch.manual_seed(epoch * batches + start)
         if scale:
             scaled_step(opt, scaler, closure, net, process=process)
+        elif issubclass(kind, PairedOptimizer):
+            opt.step(same_sample(opt, net)(closure))
         else:
-            paired = issubclass(kind, PairedOptimizer)
-            opt.step(same_sample(opt, net)(closure) if paired else closure)
+            opt.step(closure)
         run.states.append(snapshot(net))
     return run
 
 
-def averages(states, start):
-    """The average of `Untuned` after every step, from the iterates alone.
-
-    With y = (1 - b) z + b x and x <- x + c (z - x), a new y and the x before it tell z.
-    """
-    b, found = INTERPOLATION, [{k: v.clone() for k, v in start.items()}]
-    for t, state in enumerate(states, 1):
-        c, before = float(average_weight(t)), found[-1]
-        zs = {k: (y - b * (1 - c) * before[k]) / (1 - b + b * c) for k, y in state.items()}
-        found.append({k: before[k] + c * (z - before[k]) for k, z in zs.items()})
-    return found[1:]
-
-
 def untuned_run(**options):
-    """The plain loop with `Untuned`, and the average after every step, without the statistics."""
+    """The plain loop with `Untuned`, and the average after every step, from the iterates alone.
+
+    With y = (1 - b) z + b x and x <- x + c (z - x), a new y and the previous x determine z.
+    """
     run = plain_run(kind=Untuned, **options)
-    names = {name for name, _ in run.net.named_parameters()}
-    states = [{k: v for k, v in state.items() if k in names} for state in run.states]
     first = network(options.get("dtype", torch.float64)).state_dict()
-    run.averages = averages(states, {k: first[k] for k in names})
+    x = {name: first[name] for name, _ in run.net.named_parameters()}
+    run.averages, b = [], INTERPOLATION
+    for t, state in enumerate(run.states, 1):
+        c = float(average_weight(t))
+        z = {k: (state[k] - b * (1 - c) * x[k]) / (1 - b + b * c) for k in x}
+        x = {k: x[k] + c * (z[k] - x[k]) for k in x}
+        run.averages.append(x)
     return run
 
 
-def assert_at_average(state, average, iterate):
-    """All weights are those of the average, which is not the iterate."""
+def assert_at_average(state, plain, step):
+    """All weights are those of the average after a step of `untuned_run`, not of the iterate."""
+    average, iterate = plain.averages[step - 1], plain.states[step - 1]
     close = 1e-9 if average["body.0.weight"].dtype == torch.float64 else 1e-5
     for name, value in average.items():
         torch.testing.assert_close(state[name], value, rtol=close, atol=close)
@@ -186,7 +184,11 @@ def assert_same_runs(run, plain):
 
 
 def hooks_left(opt):
-    return [*opt._pass_hooks, *opt._optimizer_step_pre_hooks]
+    return [*opt._pass_hooks.values(), *opt._optimizer_step_pre_hooks.values()]
+
+
+def warnings_with(recwarn, text):
+    return [str(w.message) for w in recwarn if text in str(w.message)]
 
 
 # -- two processes -------------------------------------------------------------------------------
@@ -222,7 +224,7 @@ def joined_run(samples):
 
 
 def launch_two_ranks(job, folder, *args):
-    """What each of two processes has left in `folder`."""
+    """Run a script in two processes and return what each has left in `folder`."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]

@@ -1,10 +1,10 @@
-"""Accelerate: `prepare` in place of `accelerator.prepare`, and `step` is exact or refuses.
+"""Accelerate: `prepare` in place of `accelerator.prepare`.
 
     model, opt, loader = prepare(accelerator, model, opt, loader)
 
-Accelerate hands the closure on, but drops it whenever gradients are not synchronised, and
-in fp16 gives it to `scaler.step`, which does not know what to do with it. `Untuned` steps as any
-optimizer does; what `prepare` adds is its average, wherever the model is evaluated or saved.
+Accelerate drops a closure whenever gradients are not synchronised, and in fp16 passes it to
+`scaler.step`, which cannot use it. `prepare` makes `step` exact, or raise. For `Untuned` it swaps
+the average in wherever the model is evaluated or saved.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 
 from stormplus.install import how_to
+from stormplus.integrations.replay import CLIPPING
 from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer, Untuned, same_sample, scaled_step
 
@@ -36,10 +37,11 @@ ACCUMULATE = (
 )
 
 
-class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]
-    """What `prepare` makes of Accelerate's wrapper."""
+class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc, unused-ignore]
+    """Accelerate's wrapper around a paired optimizer, as `prepare` returns it."""
 
     model: nn.Module | None
+    _warned = False
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
@@ -56,87 +58,79 @@ class AcceleratedStorm(AcceleratedOptimizer):  # type: ignore[misc, unused-ignor
         """
         opt: PairedOptimizer = self.optimizer
         if closure is None:
-            return opt.step()  # which says what to write
+            return opt.step()  # raises, and says what to write
         if not self.gradient_state.sync_gradients:
             raise RuntimeError(
-                "gradients are not synchronised here, so Accelerate would drop this closure and "
-                f"its micro-batch without a word: {ACCUMULATE}"
+                "gradients are not synchronised here, so Accelerate would silently drop this "
+                f"closure and its micro-batch: {ACCUMULATE}"
             )
+        if max_grad_norm is not None and not self._warned:
+            self._warned = True
+            warnings.warn(f"max_grad_norm={max_grad_norm:g} {CLIPPING}", stacklevel=2)
+
+        def clip() -> None:
+            if max_grad_norm is not None:
+                nn.utils.clip_grad_norm_(opt.parameters(), max_grad_norm)
+
+        def evaluate() -> Any:
+            loss = closure()
+            clip()
+            return loss
+
         before = opt.grad_evaluations
-        clip = self._clip(max_grad_norm)
         if self.scaler is not None:
             loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
         else:
-
-            def evaluate() -> Any:
-                loss = closure()
-                clip()
-                return loss
-
             loss = opt.step(same_sample(opt, self.model)(evaluate))
-        self._is_overflow = before == opt.grad_evaluations  # a scheduler asks for it
+        self._is_overflow = before == opt.grad_evaluations  # read by Accelerate's scheduler
         return loss
-
-    def _clip(self, max_norm: float | None) -> Callable[[], Any]:
-        if max_norm is None:
-            return lambda: None
-        if not vars(self).get("_told"):
-            self._told = True
-            warnings.warn(
-                f"max_grad_norm={max_norm:g} clips the two gradients of a sample separately, so "
-                "that their difference is no longer the change of one gradient. "
-                "StormPlus(..., max_move=0.1) bounds the move instead",
-                stacklevel=3,
-            )
-        return lambda: nn.utils.clip_grad_norm_(self.optimizer.parameters(), max_norm)
 
 
 def prepare(accelerator: Accelerator, *objects: Any, recalibrate_batches: int = 0) -> Any:
-    """`accelerator.prepare`, with a `step` that never drops a closure.
+    """Call `accelerator.prepare`, and make `step` of paired optimizers exact.
 
-    An optimizer that takes one gradient a step is left to Accelerate, and accumulates as there.
-    If it is `Untuned`, its model holds the iterate when it is called in train mode, and the
-    average when it is called in eval mode or when its state is taken: `model.train()` and
-    `model.eval()`, which a loop has anyway, are enough, and `save_state` saves the average.
+    The model of an `Untuned` holds the iterate when it is called in train mode, and the average
+    when it is called in eval mode or saved; `model.train()` and `model.eval()` are enough.
 
     Args:
-        accelerator: With `gradient_accumulation_steps=1` for optimizers that take two gradients;
-            accumulate inside the closure.
-        objects: The model, the optimizers, loaders and schedulers, in any order. The running
-            statistics of the models, of this call and of earlier ones, then move once a sample.
-        recalibrate_batches: With `Untuned`, take BatchNorm's running statistics anew over this
-            many of the last training batches when the average comes in; they are kept for it.
+        accelerator: With `gradient_accumulation_steps=1` for paired optimizers; accumulate inside
+            the closure.
+        objects: Models, optimizers, loaders and schedulers, in any order. Models may also have
+            been prepared before.
+        recalibrate_batches: With `Untuned`, recompute BatchNorm's running statistics over this
+            many of the last training batches whenever the average is swapped in.
 
     Returns:
         The prepared objects, in the same order.
     """
-    pairs = any(isinstance(_inner(thing), PairedOptimizer) for thing in objects)
-    if pairs and accelerator.gradient_accumulation_steps != 1:
-        steps = accelerator.gradient_accumulation_steps
+    steps = accelerator.gradient_accumulation_steps
+    if steps != 1 and any(isinstance(unwrapped(thing), PairedOptimizer) for thing in objects):
         raise ValueError(f"gradient_accumulation_steps={steps} drops closures: {ACCUMULATE}")
     if accelerator.distributed_type not in VERIFIED:
         raise ValueError(
             f"{accelerator.distributed_type.value} has not been verified: use one device or DDP, "
-            "or FSDP2 in a loop of your own (docs/many-machines.md)"
+            "or FSDP2 in your own loop (docs/many-machines.md)"
         )
     _check_models(accelerator, objects)
     prepared = accelerator.prepare(*objects)
-    several = prepared if isinstance(prepared, tuple) else (prepared,)
-    models = nn.ModuleList(accelerator._models)  # of earlier calls too
-    for thing in several:
-        if isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, PairedOptimizer):
-            # In place, for the accelerator keeps the wrapper that it has made.
-            thing.__class__ = AcceleratedStorm
-            thing.model = models
-        elif isinstance(thing, AcceleratedOptimizer) and isinstance(thing.optimizer, Untuned):
+    for thing in prepared if isinstance(prepared, tuple) else (prepared,):
+        opt = unwrapped(thing) if isinstance(thing, AcceleratedOptimizer) else None
+        if isinstance(opt, PairedOptimizer):
+            # In place: the accelerator keeps a reference to its wrapper.
+            thing.__class__ = StormPlusAcceleratedOptimizer
+            thing.model = nn.ModuleList(accelerator._models)
+        elif isinstance(opt, Untuned):
             for model in map(accelerator.unwrap_model, accelerator._models):
-                if _share(model, thing.optimizer):
-                    Average([thing.optimizer], model, recalibrate_batches).follow(model)
+                if _share(model, opt):
+                    Average([opt], model, recalibrate_batches).follow(model)
     return prepared
 
 
-def _inner(thing: Any) -> Any:
-    return thing.optimizer if isinstance(thing, AcceleratedOptimizer) else thing
+def unwrapped(optimizer: Any) -> Any:
+    """Return the optimizer inside Accelerate's wrappers."""
+    while not isinstance(optimizer, nn.Module) and hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    return optimizer
 
 
 def _share(model: nn.Module, opt: PairedOptimizer | Untuned) -> bool:
@@ -144,18 +138,11 @@ def _share(model: nn.Module, opt: PairedOptimizer | Untuned) -> bool:
 
 
 def _check_models(accelerator: Accelerator, objects: tuple[Any, ...]) -> None:
-    """What an optimizer needs of its model can be done to one that is known only."""
-    modules = [thing for thing in objects if isinstance(thing, nn.Module)]
-    for opt in map(_inner, objects):
-        if not isinstance(opt, (PairedOptimizer, Untuned)):
-            continue
-        if not any(_share(module, opt) for module in (*modules, *accelerator._models)):
-            what = (
-                "its average would be neither evaluated nor saved"
-                if isinstance(opt, Untuned)
-                else "its running statistics would move twice a sample"
-            )
+    """Raise if no prepared model has a parameter of one of the optimizers."""
+    models = [thing for thing in objects if isinstance(thing, nn.Module)] + accelerator._models
+    for opt in map(unwrapped, objects):
+        if isinstance(opt, (PairedOptimizer, Untuned)) and not any(_share(m, opt) for m in models):
             raise ValueError(
-                f"no prepared model has a parameter of this {type(opt).__name__}, so {what}: "
+                f"no prepared model has a parameter of this {type(opt).__name__}: "
                 "prepare(accelerator, model, opt, ...), or prepare the model before the optimizer"
             )

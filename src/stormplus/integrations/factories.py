@@ -1,69 +1,74 @@
-"""The optimizers by name, in the factories of timm and of pytorch_optimizer.
+"""The optimizers by name, for timm, pytorch_optimizer and scripts that import a class by its name.
 
-    register_timm()
-    opt = timm.optim.create_optimizer_v2(model, "stormplus", lr=1.0)
+register_timm()
+opt = timm.optim.create_optimizer_v2(model, "untuned")
 
-    register_pytorch_optimizer()
-    opt = pytorch_optimizer.create_optimizer(model, "stormplus", lr=1.0)
+register_pytorch_optimizer()
+opt = pytorch_optimizer.create_optimizer(model, "untuned", lr=1.0)
 
-Both factories can wrap an optimizer in Lookahead, which moves the parameters behind its back
-every few steps. Once one of the two functions has been called, an optimizer that takes two
-gradients a step refuses to step inside a Lookahead. The factories' learning rate is not for
-"untuned", which ignores it with a warning.
+train_network.py --optimizer_type stormplus.integrations.factories.UntunedScheduleFree ...
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
+import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from stormplus.install import how_to
 from stormplus.integrations.untuned import ignore_lr
-from stormplus.torch import (
-    PairedOptimizer,
-    SimplifiedStormPlus,
-    Storm,
-    StormPlus,
-    Untuned,
-)
+from stormplus.torch import PairedOptimizer, SimplifiedStormPlus, Storm, StormPlus, Untuned
 
 
-class UntunedByName(Optimizer):
-    """`Untuned`, for factories that pass a learning rate to whatever they make.
+class UntunedScheduleFree(Optimizer):
+    """Makes an `Untuned` from what tools pass to every optimizer.
 
-    A class, for they look whether it is one; what it makes is an `Untuned`.
+    Learning rates, of groups too, are ignored with a warning; strings are converted. The name is
+    for kohya's scripts, which call `optimizer.eval()` and leave the scheduler out only for names
+    that end in "ScheduleFree". It is a class because the factories require one.
     """
 
     def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]
-        """Make an `Untuned`, and warn if a learning rate is ignored."""
-        ignore_lr(lr)
-        return Untuned(params, **options)
+        """Return an `Untuned`."""
+        params = list(params) if isinstance(params, Iterable) else params
+        rates = [lr]
+        for i, group in enumerate(params):
+            if isinstance(group, dict) and "lr" in group:
+                params[i] = {key: value for key, value in group.items() if key != "lr"}
+                rates.append(group["lr"])
+        ignore_lr(next((rate for rate in rates if rate is not None and float(rate) != 1), None))
+        return Untuned(params, **{key: _parse(value) for key, value in options.items()})
+
+
+def _parse(value: Any) -> Any:
+    """Convert "0.01", "True" and "bfloat16"; return values that are no strings unchanged."""
+    if not isinstance(value, str):
+        return value
+    if value.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[value.lower()]
+    dtype = getattr(torch, value.removeprefix("torch."), None)
+    return dtype if isinstance(dtype, torch.dtype) else float(value)
 
 
 # Without underscores, which timm takes for the sign of a wrapper.
 OPTIMIZERS: dict[str, tuple[type[Optimizer], str]] = {
     "stormplus": (StormPlus, "STORM+: corrected momentum, no constants to set"),
-    "simplifiedstormplus": (
-        SimplifiedStormPlus,
-        "Simplified STORM+: STORM+ with the gain t^(-2/3)",
-    ),
+    "simplifiedstormplus": (SimplifiedStormPlus, "STORM+ with the gain t^(-2/3)"),
     "storm": (Storm, "STORM: corrected momentum, needs the smoothness"),
-    "untuned": (
-        UntunedByName,
-        "DoG's distance, RMSprop's unit and an average: one gradient a step, no lr to find",
-    ),
+    "untuned": (UntunedScheduleFree, "one gradient per step, an average, no learning rate"),
 }
 
-_LOOKAHEAD = {"lookahead_alpha", "counter"}  # what timm's and pytorch_optimizer's put in a group
+_LOOKAHEAD = {"lookahead_alpha", "counter"}  # group keys of timm's and pytorch_optimizer's
 
 
 def register_timm() -> None:
-    """Let `timm.optim.create_optimizer_v2` and `list_optimizers` know the optimizers."""
+    """Add the optimizers to the registry of `timm.optim.create_optimizer_v2`."""
     try:
         from timm.optim._optim_factory import OptimInfo, default_registry
-    except ModuleNotFoundError as error:  # of timm, or of torchvision, which its models import
+    except ModuleNotFoundError as error:  # timm, or torchvision, which its models import
         raise ModuleNotFoundError(f"timm cannot be imported ({error}): {how_to('timm')}") from error
 
     known = default_registry.list_optimizers()
@@ -72,11 +77,11 @@ def register_timm() -> None:
             default_registry.register(
                 OptimInfo(name=name, opt_class=kind, description=description, has_eps=False)
             )
-    _watch_for_lookahead()
+    _refuse_lookahead()
 
 
 def register_pytorch_optimizer() -> None:
-    """Let `pytorch_optimizer.create_optimizer` and `load_optimizer` know the optimizers."""
+    """Add the optimizers to the registry of `pytorch_optimizer.create_optimizer`."""
     try:
         from pytorch_optimizer.optimizer import OPTIMIZERS as registry
     except ModuleNotFoundError as error:
@@ -86,19 +91,20 @@ def register_pytorch_optimizer() -> None:
 
     for name, (kind, _) in OPTIMIZERS.items():
         registry.setdefault(name, kind)
-    _watch_for_lookahead()
+    _refuse_lookahead()
 
 
-@cache  # once
-def _watch_for_lookahead() -> None:
-    """Look at every optimizer: the factories want classes, and have no place for a hook."""
-    register_optimizer_step_pre_hook(_refuse_lookahead)
+@cache  # once per process
+def _refuse_lookahead() -> None:
+    """Let paired optimizers raise inside the Lookahead that both factories can add."""
 
+    def check(opt: Any, args: Any, kwargs: Any) -> None:
+        if isinstance(opt, PairedOptimizer) and any(
+            _LOOKAHEAD & g.keys() for g in opt.param_groups
+        ):
+            raise RuntimeError(
+                "Lookahead moves the parameters every few steps, and the estimator then belongs "
+                "to another point: create the optimizer without it"
+            )
 
-def _refuse_lookahead(opt: Any, args: Any, kwargs: Any) -> None:
-    """A step pre-hook of torch."""
-    if isinstance(opt, PairedOptimizer) and any(_LOOKAHEAD & g.keys() for g in opt.param_groups):
-        raise RuntimeError(
-            "Lookahead pulls the parameters back every few steps, and the estimator then belongs "
-            "to a point that was left: create the optimizer without it"
-        )
+    register_optimizer_step_pre_hook(check)

@@ -1,74 +1,70 @@
-"""fastai: an `opt_func` and a callback for `Learner`.
+"""fastai: an `opt_func` and callbacks for `Learner`.
 
-fastai's loop calls `opt.step()` without a closure, which the optimizers refuse. The callback
-takes over where the step would be: it moves the parameters, lets the learner evaluate the
-same batch again, with every callback's events from `after_pred` to `after_step`, and
-completes the step. `Untuned` takes one gradient a step, and its callback sees to the average:
-`Learner(..., opt_func=opt_func(Untuned), cbs=UntunedCallback())`.
+    Learner(..., opt_func=opt_func(Untuned), cbs=UntunedCallback())
+    Learner(..., opt_func=opt_func(StormPlus), cbs=StormPlusCallback())
+
+fastai calls `opt.step()` without a closure. `StormPlusCallback` replaces that call: it moves the
+parameters, lets the learner evaluate the same batch again, with every callback's events from
+`after_pred` to `after_step`, and completes the step.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 from stormplus.install import how_to
-from stormplus.integrations.point import Point
-from stormplus.integrations.untuned import FORGOTTEN, Average, ignore_lr
+from stormplus.integrations._write_detector import WriteDetector
+from stormplus.integrations.untuned import Average
 from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
+from stormplus.trainers import NO_FINDER
 
 try:
     from fastai.callback.core import Callback, CancelStepException
     from fastai.callback.fp16 import AMPMode, MixedPrecision
-    from fastai.learner import Learner, defaults
+    from fastai.callback.schedule import LRFinder
     from fastai.optimizer import OptimWrapper
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(f"this integration needs fastai: {how_to('fastai')}") from error
 
 # fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
+_OWN_LOOP = "train in your own loop with DistributedDataParallel, as in examples/ddp.py"
 _REFUSED = {
     "GradientAccumulation": "accumulates gradients over batches that are gone when the second "
     "gradient is due: use larger batches, or split them in the model's forward",
     "NonNativeMixedPrecision": "trains a copy of the parameters: use learn.to_bf16()",
-    "DistributedTrainer": "is not verified with two gradients a batch: use a loop of your own "
-    "with DistributedDataParallel, as in examples/ddp.py, or stormplus.integrations.accelerate",
-    "ParallelTrainer": "evaluates on devices whose random numbers are not replayed: train on "
-    "one device, or in a loop of your own with DistributedDataParallel, as in examples/ddp.py",
+    "DistributedTrainer": f"is not verified with two gradients per batch: {_OWN_LOOP}",
+    "ParallelTrainer": f"draws random numbers on devices where they are not replayed: {_OWN_LOOP}",
 }
 
 
 def opt_func(optimizer: type[BaseOptimizer] = StormPlus, *, lr: float = 1.0, **options: Any) -> Any:
-    """An `opt_func` for `Learner`.
+    """Return an `opt_func` for `Learner`.
 
     Args:
         optimizer: The class of the optimizer.
-        lr: Becomes `learn.lr`, in place of fastai's 0.001; 1.0 is the paper's. `Untuned` has none.
+        lr: Becomes `learn.lr`; 1.0 is the paper's. Ignored by `Untuned`.
         **options: Every other argument of the optimizer.
     """
-    if optimizer is Untuned:
-        ignore_lr(lr)
-        lr = 1.0
-        if UntunedWatch not in defaults.callbacks:  # what learners get from now on
-            defaults.callbacks = [*defaults.callbacks, UntunedWatch]
     return partial(OptimizerWrapper, opt=optimizer, lr=lr, **options)
 
 
 class OptimizerWrapper(OptimWrapper):
-    """What `learn.opt` is; the optimizer itself is `learn.opt.opt`."""
+    """The type of `learn.opt`; the optimizer itself is `learn.opt.opt`."""
 
     opt: BaseOptimizer
 
     def __init__(self, *args: Any, opt: Any, lr: float, **kwargs: Any) -> None:
+        self._ignored: dict[str, list[Any]] = {}
+        self.detector = WriteDetector()
+        self.load_error: Exception | None = None
         rate = {} if opt is Untuned else {"lr": lr}
         super().__init__(*args, opt=opt, **rate, **kwargs)
-        self.point = Point()
-        self.load_error: Exception | None = None
 
     def clear_state(self) -> None:
-        """Begin anew; fastai does so when layers are frozen or unfrozen."""
+        """Start over; fastai calls this when layers are frozen or unfrozen."""
         self.opt.reset()
         self.load_error = None
 
@@ -81,30 +77,34 @@ class OptimizerWrapper(OptimWrapper):
             raise
         self.load_error = None
 
+    @property
+    def hypers(self) -> list[dict[str, Any]]:
+        """Return the hyper-parameters of each group, with those that were set and ignored."""
+        found = super().hypers
+        for name, values in self._ignored.items():
+            for group, value in zip(found, values):
+                group.setdefault(name, value)
+        return found  # type: ignore[no-any-return]
+
     def _set_hyper(self, k: str, v: Any) -> None:
-        if k not in self.bwd_map:
-            raise ValueError(
-                f"{type(self.opt).__name__} has no hyper-parameter {k!r}. It sets its momentum "
-                "itself: use learn.fit or learn.fit_flat_cos, or "
-                "ParamScheduler({'lr': ...}), in place of fit_one_cycle"
-            )
-        if k == "lr" and isinstance(self.opt, Untuned) and not _in_a_fit():
-            for lr in dict.fromkeys(v):
-                ignore_lr(lr, stacklevel=2)
-            v = [1.0] * len(v)
-        super()._set_hyper(k, v)
+        """Set a hyper-parameter; ignore the momentum, and the rate of `Untuned`, with a warning."""
+        if k == "mom":
+            self._ignore(k, v, f"{type(self.opt).__name__} sets its own momentum")
+        elif k == "lr" and isinstance(self.opt, Untuned):
+            if any(value != 1.0 for value in v):
+                self._ignore(k, v, "Untuned finds its own step sizes: learn.fit(epochs) is enough")
+        else:
+            super()._set_hyper(k, v)
+
+    def _ignore(self, name: str, values: Any, why: str) -> None:
+        if name not in self._ignored:
+            full = {"lr": "learning rates and their schedules", "mom": "schedules of a momentum"}
+            warnings.warn(f"{full[name]} are ignored: {why}", stacklevel=4)
+        self._ignored[name] = list(values)
 
 
-def _in_a_fit() -> bool:
-    """Whether a schedule sets the lr, and not the user; a fit that fails leaves no other trace."""
-    frame = inspect.currentframe()
-    while frame is not None and frame.f_code is not Learner._do_fit.__code__:
-        frame = frame.f_back
-    return frame is not None
-
-
-class StormCallback(Callback):
-    """Two gradients a batch; `Learner(..., opt_func=opt_func(), cbs=StormCallback())`.
+class StormPlusCallback(Callback):
+    """Takes two gradients per batch; `Learner(..., opt_func=opt_func(), cbs=StormPlusCallback())`.
 
     The loss and the predictions that metrics see are those of the first evaluation.
     """
@@ -114,22 +114,18 @@ class StormCallback(Callback):
     storm_sample: same_sample | None = None
 
     def before_train(self) -> None:
-        """Refuse what would go wrong quietly."""
+        """Raise if a callback or the optimizer would silently make the gradients wrong."""
         opt = self.learn.opt
-        if not isinstance(opt, OptimizerWrapper):
+        if not isinstance(opt, OptimizerWrapper) or not isinstance(opt.opt, PairedOptimizer):
             raise TypeError(
-                f"learn.opt is {type(opt).__name__}: pass Learner opt_func=opt_func(...) from "
-                "stormplus.integrations.fastai"
-            )
-        if not isinstance(opt.opt, PairedOptimizer):
-            raise TypeError(
-                f"{type(opt.opt).__name__} takes one gradient a step, as fastai gives it: leave "
-                "StormCallback out. The callback of Untuned is UntunedCallback"
+                f"StormPlusCallback got {type(getattr(opt, 'opt', opt)).__name__}: pass Learner "
+                "opt_func=opt_func(StormPlus) from stormplus.integrations.fastai. Untuned needs "
+                "UntunedCallback instead"
             )
         if opt.load_error is not None:
             raise RuntimeError(
                 "learn.load has loaded the weights, but not the optimizer's state: "
-                f"{opt.load_error}. Load it with with_opt=False, or begin anew with "
+                f"{opt.load_error}. Load it with with_opt=False, or start over with "
                 "learn.opt.clear_state()"
             ) from opt.load_error
         for callback in self.learn.cbs:
@@ -139,19 +135,18 @@ class StormCallback(Callback):
                 raise RuntimeError(f"{name} {_REFUSED[name]}")
             if isinstance(callback, MixedPrecision) and callback.amp_mode is AMPMode.FP16:
                 raise RuntimeError(
-                    "to_fp16() scales the loss for one gradient a batch: use to_bf16(), or a "
-                    "loop of your own with stormplus.scaled_step"
+                    "to_fp16() scales the loss for one gradient per batch: use to_bf16(), or your "
+                    "own loop with stormplus.scaled_step"
                 )
 
     def before_batch(self) -> None:
-        """The batch has been drawn and transformed: both evaluations begin here."""
+        """Start the sample: the batch has been drawn and transformed."""
         wrapper, opt = self.learn.opt, self.learn.opt.opt
         self._leave()  # an exception may have ended the last batch halfway
         if opt.pending:
             opt.restart()
-        wrapper.point.restart_if_moved(opt)
-        left = [p.grad for p in opt.parameters() if p.grad is not None]
-        if any(bool(grad.any()) for grad in left):
+        wrapper.detector.restart_if_written(opt)
+        if any(p.grad is not None and bool(p.grad.any()) for p in opt.parameters()):
             raise RuntimeError(
                 "the parameters have gradients from an earlier batch, which the second "
                 "evaluation would not see: gradients cannot be accumulated over batches"
@@ -159,18 +154,18 @@ class StormCallback(Callback):
         self.storm_sample = same_sample(opt, self.learn.model).__enter__()
 
     def before_step(self) -> None:
-        """In place of `opt.step()`."""
+        """Take the step in place of fastai."""
         opt = self.learn.opt.opt
         if opt.started and not opt.pending:
             opt.move()
             self._evaluate_again()
         else:
             opt.estimate()
-            self.learn.opt.point.note(opt)  # now: callbacks that come later may write
+            self.learn.opt.detector.record(opt)  # now: callbacks that come later may write
         raise CancelStepException
 
     def after_batch(self) -> None:
-        """Forget the batch."""
+        """End the sample."""
         self._leave()
 
     def _evaluate_again(self) -> None:
@@ -178,9 +173,9 @@ class StormCallback(Callback):
         first = learn.pred, learn.loss, learn.loss_grad
         learn.opt.zero_grad()
         for callback in learn.cbs:
-            if isinstance(callback, MixedPrecision):  # which enters it before a batch only
+            if isinstance(callback, MixedPrecision):  # it enters autocast in before_batch only
                 callback.autocast.__enter__()
-        learn._do_one_batch()  # comes by `before_step` again, which completes the step
+        learn._do_one_batch()  # calls `before_step` again, which completes the step
         learn.pred, learn.loss, learn.loss_grad = first
 
     def _leave(self) -> None:
@@ -190,26 +185,23 @@ class StormCallback(Callback):
 
 
 class UntunedCallback(Callback):
-    """Validates and saves the average of `Untuned`, and trains its iterate.
+    """Validates, saves and leaves the average of `Untuned`, and trains its iterate.
 
-    The average is in the model from the end of an epoch's training to the next training batch,
-    when something is saved, and when `fit` has ended. `learn.save` and `learn.load` go on from
-    the iterate, bit by bit.
+    `learn.save` and `learn.load` continue from the iterate, exactly.
 
     Args:
-        recalibrate_batches: Take BatchNorm's running statistics anew over this many of the last
-            training batches when the average comes in; they are kept for it. 0 leaves the
-            statistics as they are.
+        recalibrate_batches: Recompute BatchNorm's running statistics over this many of the last
+            training batches whenever the average is swapped in; 0 leaves them as they are.
     """
 
     def __init__(self, *, recalibrate_batches: int = 0) -> None:
         super().__init__()
         self.untuned_batches = recalibrate_batches
         self.untuned_average = Average(recalibrate_batches=recalibrate_batches)
-        self.untuned_followed = ExitStack()
+        self.untuned_following = ExitStack()
 
     def before_fit(self) -> None:
-        """Look at the model from now on."""
+        """Follow the model, so that the average is in it when it is evaluated or saved."""
         wrapper = self.learn.opt
         if wrapper is None:  # a learner that only evaluates: exported, or not trained yet
             return
@@ -220,38 +212,18 @@ class UntunedCallback(Callback):
                 "Learner opt_func=opt_func(Untuned) from stormplus.integrations.fastai, or leave "
                 "the callback out"
             )
-        self.untuned_followed.close()  # of a fit that has failed
+        if any(isinstance(callback, LRFinder) for callback in self.learn.cbs):
+            raise RuntimeError(NO_FINDER)
+        self.untuned_following.close()  # left by a fit that failed
         if self.untuned_average.optimizers != [opt]:
             self.untuned_average = Average([opt], self.learn.model, self.untuned_batches)
-        self.untuned_followed = self.untuned_average.follow(self.learn.model)
+        self.untuned_following = self.untuned_average.follow(self.learn.model)
 
     def after_train(self) -> None:
-        """The training of an epoch is over."""
-        self.untuned_average.put_in()
+        """Swap the average in at the end of an epoch's training."""
+        self.untuned_average.swap_in()
 
     def after_fit(self) -> None:
-        """Leave the average."""
-        self.untuned_average.put_in()
-        self.untuned_followed.close()
-
-
-class UntunedWatch(Callback):
-    """Warns if `Untuned` is validated or left at its iterate; `opt_func` sees that it is there."""
-
-    untuned_told = False
-
-    def before_validate(self) -> None:
-        """Look."""
-        opt = getattr(self.learn.opt, "opt", None)
-        forgotten = isinstance(opt, Untuned) and opt.grad_evaluations and not opt.at_average
-        if forgotten and not self.untuned_told:
-            self.untuned_told = True
-            warnings.warn(
-                FORGOTTEN + "Learner(..., cbs=UntunedCallback()), with UntunedCallback from "
-                "stormplus.integrations.fastai",
-                stacklevel=2,
-            )
-
-    def after_fit(self) -> None:
-        """Look, in case nothing was validated."""
-        self.before_validate()
+        """Leave the average in the model."""
+        self.untuned_average.swap_in()
+        self.untuned_following.close()

@@ -1,9 +1,9 @@
-"""Keras 3 on the torch backend: an optimizer for `compile` and a training step for the model.
+"""Keras 3 on the torch backend: an optimizer for `compile` and a mixin for the model.
 
 Set `KERAS_BACKEND=torch` before keras is imported.
 
-Keras keeps running statistics and the seeds of random layers as variables, not as buffers
-of a torch module; the training step puts those back too, so that both evaluations of a batch
+Keras keeps running statistics and the seeds of random layers as variables, not as buffers of a
+torch module. The mixin's training step restores those too, so that both evaluations of a batch
 draw the same masks and statistics move once. With `Untuned` the model is evaluated and saved at
 the average, and trained at the iterate.
 """
@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from stormplus.install import how_to
-from stormplus.integrations.point import Point
+from stormplus.integrations._write_detector import WriteDetector
 from stormplus.integrations.untuned import Average, ignore_lr
 from stormplus.torch import (
     BaseOptimizer,
@@ -34,7 +34,7 @@ from stormplus.torch import (
 try:
     import keras
     from keras.src.random.seed_generator import global_seed_generator
-except ModuleNotFoundError as error:  # of keras, or of the backend that it looks for
+except ModuleNotFoundError as error:  # keras, or the backend that it looks for
     raise ModuleNotFoundError(
         "this integration needs keras, and KERAS_BACKEND=torch in the environment before it is "
         f"imported: {how_to('keras')}"
@@ -49,28 +49,28 @@ if keras.backend.backend() != "torch":
 _STATE = "stormplus"
 _METHODS = {kind.__name__: kind for kind in (StormPlus, SimplifiedStormPlus, Storm, Untuned)}
 
+_CLIPPING = "leave it out; a smaller learning_rate shortens the moves instead"
 _REFUSED = {
-    "clipnorm": "use max_move=, or clip in a closure of your own loop",
-    "clipvalue": "use max_move=, or clip in a closure of your own loop",
-    "global_clipnorm": "use max_move=, or clip in a closure of your own loop",
+    "clipnorm": _CLIPPING,
+    "clipvalue": _CLIPPING,
+    "global_clipnorm": _CLIPPING,
     "use_ema": "use stormplus.UniformIterate",
-    "gradient_accumulation_steps": "use a larger batch_size: the first micro-batches are gone "
-    "when the second gradient is due",
+    "gradient_accumulation_steps": "use a larger batch_size",
     "loss_scale_factor": "use the dtype policy mixed_bfloat16, which needs none",
 }
 
 
 @keras.saving.register_keras_serializable("stormplus")
-class KerasOptimizer(keras.optimizers.Optimizer):
+class StormPlusOptimizer(keras.optimizers.Optimizer):
     """An optimizer of this package, for `model.compile(optimizer=...)`.
 
-    The model must have `ClosureTraining` among its bases. Saving the model saves the state,
-    and a loaded model goes on bit by bit.
+    The model's class must have `StormPlusModelMixin` among its bases. Saving the model saves the
+    state, and a loaded model continues exactly.
 
     Args:
         method: "StormPlus", "SimplifiedStormPlus", "Storm" or "Untuned".
-        learning_rate: The optimizer's `lr`: a float, or a schedule of Keras. `Untuned` has none,
-            and a schedule multiplies its steps.
+        learning_rate: The optimizer's `lr`: a float, or a schedule of Keras. `Untuned` ignores a
+            float, and a schedule multiplies its steps.
         name: For Keras.
         **options: Every other argument of the optimizer.
     """
@@ -91,8 +91,7 @@ class KerasOptimizer(keras.optimizers.Optimizer):
             learning_rate = 1.0
         super().__init__(learning_rate=learning_rate, name=name)
         self.method, self._options = method, options
-        self._point = Point()
-        self.average = Average()  # of Untuned
+        self._detector, self.average = WriteDetector(), Average()
         self._torch_optimizer: BaseOptimizer | None = None
 
     @property
@@ -107,59 +106,53 @@ class KerasOptimizer(keras.optimizers.Optimizer):
             if variable.constraint is not None:  # Keras would apply it after each step
                 raise ValueError(
                     f"{variable.path} has the constraint {type(variable.constraint).__name__}, "
-                    "which projects the weights after each step and leaves the estimator at "
-                    "another point: leave it out, and use a regularizer, or bound the weights "
-                    "inside the layer's call"
+                    "which changes the weights after each step: use a regularizer instead, or "
+                    "constrain the weights inside the layer's call"
                 )
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
         make: Any = _METHODS[self.method]
-        rate = {} if make is Untuned else {"lr": self._lr()}
+        rate = {} if make is Untuned else {"lr": float(self.learning_rate)}
         opt = self._torch_optimizer = make(params.values(), **rate, **self._options)
         if isinstance(opt, Untuned):
             self.average = Average([opt])
 
     def step(self, closure: Callable[[], Any], variables: list[Any]) -> None:
-        """One step of the torch optimizer, at Keras's learning rate.
+        """Take a step of the torch optimizer, at Keras's learning rate.
 
         Args:
             closure: As for the torch optimizer.
             variables: The model's trainable variables at present.
         """
-        if not self.built:
-            self.build(variables)
         self._check_variables_are_known(variables)
         opt = self.torch_optimizer
         for group in opt.param_groups:
-            group["lr"] = self._lr()
+            group["lr"] = float(self.learning_rate)
         if isinstance(opt, PairedOptimizer):
-            self._point.restart_if_moved(opt)  # weights may have been loaded without the state
+            self._detector.restart_if_written(opt)
             opt.step(closure)
-            self._point.note(opt)
+            self._detector.record(opt)
         else:
-            self.average.take_out()
+            self.average.swap_out()
             opt.step(closure)
         self._iterations.assign_add(1)
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Refused: this is what a model without `ClosureTraining` calls, with one gradient."""
+        """Raise: Keras's own training step calls this, which the mixin replaces."""
+        needs = "its average swapped in" if self.method == "Untuned" else "two gradients per batch"
         raise RuntimeError(
-            f"{self.method} evaluates the batch itself, mostly twice, and Keras's own training "
-            "step gives one gradient: make the model's class `class Model(ClosureTraining, "
-            "keras.Model)`, with ClosureTraining from stormplus.integrations.keras"
+            f"{self.method} needs {needs}, and Keras's own training step does not do that: make "
+            "the model's class `class Model(StormPlusModelMixin, keras.Model)`, with "
+            "StormPlusModelMixin from stormplus.integrations.keras"
         )
 
     def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
-        """Refused: one weight decay holds for all variables."""
+        """Raise: one weight decay holds for all variables."""
         raise RuntimeError(
             f"exclude_from_weight_decay(var_list={var_list!r}, var_names={var_names!r}) would "
-            "have no effect: weight_decay= is for all variables here. To spare some, give "
-            f"stormplus.{self.method} parameter groups in a torch loop of your own, or use "
-            "kernel_regularizer in the layers that are to decay"
+            "have no effect: weight_decay= is for all variables here. Use parameter groups in your "
+            "own torch loop, or kernel_regularizer in the layers that are to decay"
         )
-
-    def _lr(self) -> float:
-        return float(self.learning_rate)
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
@@ -174,82 +167,67 @@ class KerasOptimizer(keras.optimizers.Optimizer):
             store[_STATE] = np.frombuffer(file.getvalue(), dtype=np.uint8)
 
     def load_own_variables(self, store: Any) -> None:
-        keys = list(store.keys())  # one of Keras's stores, which are not quite dictionaries
+        keys = list(store.keys())  # Keras's stores are not quite dictionaries
         super().load_own_variables({key: store[key] for key in keys if key != _STATE})
         if _STATE in keys:
             file = BytesIO(np.asarray(store[_STATE]).tobytes())
             self.torch_optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
-class ClosureTraining:
-    """Put it before a Keras model: `class Model(ClosureTraining, keras.Model): ...`.
+def _at_average(name: str) -> Callable[..., Any]:
+    """Return Keras's method of this name, called with the average of `Untuned` swapped in."""
+
+    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
+        self.swap_in_average()
+        return getattr(super(StormPlusModelMixin, self), name)(*args, **kwargs)
+
+    method.__name__, method.__doc__ = name, f"Call Keras's `{name}` at the average."
+    return method
+
+
+class StormPlusModelMixin:
+    """Put it before a Keras model: `class Model(StormPlusModelMixin, keras.Model): ...`.
 
     The loss and the predictions that metrics see are those of the first evaluation. With `Untuned`
-    the methods that evaluate, predict, save or hand out the weights put its average in, and `fit`
+    the methods that evaluate, predict, save or return the weights swap its average in, and `fit`
     leaves it there.
     """
 
-    def _show_average(self: Any) -> None:
+    evaluate = _at_average("evaluate")
+    predict = _at_average("predict")
+    test_on_batch = _at_average("test_on_batch")
+    predict_on_batch = _at_average("predict_on_batch")
+    get_weights = _at_average("get_weights")  # called by EarlyStopping
+    set_weights = _at_average("set_weights")
+    save = _at_average("save")
+    save_weights = _at_average("save_weights")
+
+    def swap_in_average(self: Any) -> None:
+        """Put the average of `Untuned` into the model; do nothing for other optimizers."""
         optimizer = getattr(self, "optimizer", None)  # there is none before compile
-        if isinstance(optimizer, KerasOptimizer):
-            optimizer.average.put_in()
+        if isinstance(optimizer, StormPlusOptimizer):
+            optimizer.average.swap_in()
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's; leaves the average."""
+        """Call Keras's `fit`, and leave the average in the model."""
         try:
             return super().fit(*args, **kwargs)  # type: ignore[misc]
         finally:
-            self._show_average()
-
-    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's, at the average; `fit` validates with it, too."""
-        self._show_average()
-        return super().evaluate(*args, **kwargs)  # type: ignore[misc]
-
-    def predict(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's, at the average."""
-        self._show_average()
-        return super().predict(*args, **kwargs)  # type: ignore[misc]
-
-    def test_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's, at the average."""
-        self._show_average()
-        return super().test_on_batch(*args, **kwargs)  # type: ignore[misc]
-
-    def predict_on_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's, at the average."""
-        self._show_average()
-        return super().predict_on_batch(*args, **kwargs)  # type: ignore[misc]
-
-    def get_weights(self) -> Any:
-        """As Keras's, at the average; `EarlyStopping` keeps them."""
-        self._show_average()
-        return super().get_weights()  # type: ignore[misc]
-
-    def save(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's, at the average."""
-        self._show_average()
-        return super().save(*args, **kwargs)  # type: ignore[misc]
-
-    def save_weights(self, *args: Any, **kwargs: Any) -> Any:
-        """As Keras's, at the average."""
-        self._show_average()
-        return super().save_weights(*args, **kwargs)  # type: ignore[misc]
+            self.swap_in_average()
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.jit_compile:
             raise ValueError(
-                "compile(jit_compile=True) compiles the whole training step, which has two "
-                "evaluations and a decision in it: leave jit_compile out, and give the "
-                "optimizer fused=True to compile its own work"
+                "compile(jit_compile=True) cannot compile a training step with two evaluations: "
+                "leave jit_compile out"
             )
         return super().make_train_function(force)  # type: ignore[misc]
 
     def train_step(self: Any, data: Any) -> Any:
-        """One batch: two evaluations, or one if it is the first or the optimizer takes no pairs."""
-        if not isinstance(self.optimizer, KerasOptimizer):
+        """Take one batch: one gradient for `Untuned` and on the first batch, else two."""
+        if not isinstance(self.optimizer, StormPlusOptimizer):
             raise TypeError(
-                "ClosureTraining needs compile(optimizer=KerasOptimizer(...)), got "
+                "StormPlusModelMixin needs compile(optimizer=StormPlusOptimizer(...)), got "
                 f"{type(self.optimizer).__name__}. A LossScaleOptimizer comes from the dtype "
                 "policy mixed_float16: use mixed_bfloat16, which needs no loss scale"
             )
@@ -280,9 +258,9 @@ class ClosureTraining:
 
 
 def _statistics(model: Any) -> nn.Module:
-    """What an evaluation changes, as buffers: Keras's variables and those of torch layers."""
+    """Return a module whose buffers are all that an evaluation changes."""
     variables = nn.Module()
-    seed = global_seed_generator().state  # of random numbers drawn without a SeedGenerator
+    seed = global_seed_generator().state  # for random numbers drawn without a SeedGenerator
     for i, variable in enumerate((*model.non_trainable_variables, seed)):
         variables.register_buffer(f"variable_{i}", variable.value)
     return nn.ModuleList([model, variables])

@@ -1,8 +1,8 @@
 """The second evaluation of a sample, for trainers that run the backward passes themselves.
 
 Such a trainer evaluates its micro-batches once, clips, and calls `step()` without a closure.
-`Replay` remembers what it evaluated and hands `step` a closure: the first gradient is the one
-that is there, the second comes from evaluating the same micro-batches again.
+`Replay` gives `step` a closure: its first call leaves the gradient that is there, its second one
+evaluates the same micro-batches again.
 """
 
 from __future__ import annotations
@@ -14,18 +14,22 @@ import torch
 from torch import nn
 
 from stormplus.torch import PairedOptimizer, same_sample
+from stormplus.trainers import managed
 
+CLIPPING = (
+    "clips the two gradients of a sample separately, so that their difference is no longer the "
+    "change of one gradient. Turn it off; a smaller lr, or a warm-up, shortens the moves instead"
+)
 RETRIES = 20  # how often the second evaluation may overflow in fp16, as in `scaled_step`
 
 
 class Replay:
-    """The micro-batches of one sample, so that they can be evaluated again.
+    """Records the micro-batches of one sample and evaluates them again.
 
     Args:
-        opt: Its `step()` then works without a closure.
+        opt: Its `step()` works without a closure from now on.
         model: The module with the running statistics.
-        process: Called after a sample has been evaluated again: unscales and clips, whatever
-            the trainer did to the first gradient.
+        process: Called after the second evaluation, to unscale and clip as the trainer did.
         scaler: The trainer's `GradScaler`, if there is one.
     """
 
@@ -37,51 +41,51 @@ class Replay:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
-        self._parts: list[Callable[[], Any]] = []  # of the sample; each evaluates one again
+        self._micro_batches: list[Callable[[], Any]] = []
         self._sample: same_sample | None = None
         self._stepped = False
         self.running = False  # whether the sample is being evaluated again
-        self._hook = opt.register_step_pre_hook(self._give_closure)
+        self._hook = opt.register_step_pre_hook(self._pass_closure)
+        managed.add(opt)
 
     @property
     def recording(self) -> bool:
-        """Whether the sample has begun."""
+        """Whether a micro-batch of the present sample has been recorded."""
         return self._sample is not None
 
     def record(self, evaluate: Callable[[], Any]) -> None:
-        """Call it before the first evaluation of a micro-batch, of which `evaluate` is another."""
+        """Record a micro-batch, before its first evaluation; `evaluate` repeats that."""
         if self._sample is None:
             self._sample = same_sample(self.opt, self._model).__enter__()
         streams = self.opt.random_streams()
 
-        def again() -> None:
+        def evaluate_again() -> None:
             if self.opt.replays_rng:
                 streams.rewind()
             evaluate()
 
-        self._parts.append(again)
+        self._micro_batches.append(evaluate_again)
 
     def finish(self) -> None:
-        """Call it after the trainer has stepped, or has not, because the gradient overflowed."""
+        """End the sample, after the trainer has stepped or has skipped an overflow."""
         if self._sample is not None and not self._stepped:
-            self._sample.put_back()  # running statistics have not seen the sample either
+            self._sample.restore()  # a skipped sample must not change running statistics
         self.close()
 
     def close(self, error: BaseException | None = None) -> None:
-        """The sample is done with, whatever became of it."""
-        sample, self._sample, self._parts, self._stepped = self._sample, None, [], False
+        """Forget the sample; after an error, restore the running statistics."""
+        sample, self._sample, self._micro_batches = self._sample, None, []
+        self._stepped = False
         if sample is not None:
             sample.__exit__(None if error is None else type(error), error, None)
 
     def remove(self) -> None:
-        """Let `step()` ask for a closure again."""
+        """End the sample and let `step()` require a closure again."""
         self.finish()
         self._hook.remove()
 
-    def _give_closure(
-        self, opt: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """A step pre-hook of torch, which may replace the arguments of `step`."""
+    def _pass_closure(self, opt: Any, args: Any, kwargs: Any) -> Any:
+        """Replace the arguments of `step`; a step pre-hook of torch."""
         if not args:  # move() and estimate() run the hooks too
             return None
         given = kwargs.get("closure") or next(iter(args[1:]), None)
@@ -98,40 +102,36 @@ class Replay:
         loss = None if given is None else given()
         if self._sample is None:
             raise RuntimeError(
-                "step() was called, but no training step has been evaluated since the last one: "
-                "let the trainer run the training step before it steps"
+                "step() was called, but no training step has been evaluated since the last one"
             )
         self._stepped = True
         return loss
 
     def _second(self) -> None:
-        """Evaluate the sample again, at the point where the optimizer has moved to."""
+        """Evaluate the sample at the new point; in fp16 repeat it at a lower scale on overflow."""
         if self._scaler is None:
-            self._run()
-        else:
-            self._run_scaled(self._scaler)
+            self._evaluate()
+            return
+        assert self._sample is not None  # checked by `_first`
+        for _ in range(RETRIES):
+            self._scaler.update()  # for the evaluation before; the trainer makes the last update
+            self._evaluate()
+            grads = [p.grad for p in self.opt.parameters() if p.grad is not None]
+            finite = [torch.isfinite(grad).all().to(grads[0].device) for grad in grads]
+            if bool(torch.stack(finite).all()):
+                return
+            self._sample.restore()
+        raise FloatingPointError(
+            f"the second evaluation overflowed {RETRIES} times, down to a scale of "
+            f"{self._scaler.get_scale():g}: the loss itself is not finite at the new point"
+        )
 
-    def _run(self) -> None:
+    def _evaluate(self) -> None:
         self.running = True
         try:
             self.opt.zero_grad()
-            for again in self._parts:
-                again()
+            for evaluate_again in self._micro_batches:
+                evaluate_again()
             self._process()
         finally:
             self.running = False
-
-    def _run_scaled(self, scaler: torch.amp.GradScaler) -> None:
-        """As `scaled_step`: an overflow here lowers the scale and evaluates again."""
-        assert self._sample is not None  # `_first` has looked
-        for _ in range(RETRIES):
-            scaler.update()  # of the evaluation before; the trainer makes the last update
-            self._run()
-            grads = [p.grad for p in self.opt.parameters() if p.grad is not None]
-            if all(bool(torch.isfinite(grad).all()) for grad in grads):
-                return
-            self._sample.put_back()
-        raise FloatingPointError(
-            f"the second evaluation overflowed {RETRIES} times, down to a scale of "
-            f"{scaler.get_scale():g}: the loss itself is not finite at the new point"
-        )

@@ -1,8 +1,4 @@
-"""What every trainer needs with `Untuned`: its average in the model, and no learning rate.
-
-`Untuned` trains at one point and is good at another, the average of its run. A trainer must have
-the average in the parameters whenever it validates or saves, and take it out before it goes on.
-"""
+"""What every trainer needs for `Untuned`: swapping the average in and out, and ignoring an lr."""
 
 from __future__ import annotations
 
@@ -17,23 +13,19 @@ import torch
 from torch import _disable_dynamo, nn  # type: ignore[attr-defined]
 
 from stormplus.torch import Untuned, recalibrate
-
-FORGOTTEN = (
-    "the model holds the iterate of Untuned, not the average of the run, which is what you want "
-    "to validate and save: "
-)
+from stormplus.trainers import managed
 
 
 class Average:
-    """The average of some optimizers, in the parameters or not.
+    """Swaps the average of some `Untuned` optimizers into and out of their parameters.
 
-    A copy of it, which a copy of a followed model has, does nothing.
+    A copy, as a copied model has it, has no optimizers and does nothing.
 
     Args:
-        optimizers: Those whose parameters are the model's.
+        optimizers: The optimizers of the model's parameters.
         model: The module with running statistics.
-        recalibrate_batches: Take the running statistics anew over this many of the last batches
-            when the average has come in; 0 leaves them as they are.
+        recalibrate_batches: Recompute the running statistics over this many of the last training
+            batches whenever the average is swapped in; 0 leaves them as they are.
     """
 
     def __init__(
@@ -44,89 +36,86 @@ class Average:
     ) -> None:
         if not (isinstance(recalibrate_batches, int) and recalibrate_batches >= 0):
             raise ValueError(
-                "recalibrate_batches must be a whole number, at least 0, got "
-                f"{recalibrate_batches!r}: 20 is a good one"
+                "recalibrate_batches must be an integer, at least 0, got "
+                f"{recalibrate_batches!r}: 20 is a good value"
             )
         self.optimizers = list(optimizers)
+        managed.update(self.optimizers)
         self._model = model
-        self._seen: deque[Callable[[], Any]] = deque(maxlen=recalibrate_batches)
-        self._calibrated: list[int] = []
+        self._batches: deque[Callable[[], Any]] = deque(maxlen=recalibrate_batches)
+        self._recalibrated_at: list[int] = []
 
-    @property
-    def is_in(self) -> bool:
-        """Whether the parameters hold the average."""
-        return all(opt.at_average for opt in self.optimizers)
-
-    def put_in(self, *, recalibrated: bool = True) -> None:
-        """Before validating or saving; twice is once."""
+    def swap_in(self, *, recalibrated: bool = True) -> None:
+        """Put the average in, before validating or saving. Calling it again changes nothing."""
         for opt in self.optimizers:
             opt.eval()
         if recalibrated:
             self._recalibrate()
 
-    def take_out(self) -> None:
-        """Before training goes on; twice is once.
+    def swap_out(self) -> None:
+        """Put the iterate back, before training. Calling it again changes nothing.
 
-        If the parameters have been written to meanwhile and the optimizer's state has not (the
-        best weights of a run were loaded, say), the last iterate would be put over them. Such
-        a run begins anew from where it is.
+        If weights were loaded without the optimizer's state, the optimizer starts over from them.
         """
         for opt in self.optimizers:
             if opt.overwritten:
                 warnings.warn(
-                    "weights were loaded without the state of Untuned: it begins anew from them. "
-                    "To go on with the run, load the optimizer's state too",
+                    "weights were loaded without the state of Untuned, which starts over from "
+                    "them: to resume the run, load the optimizer's state too",
                     stacklevel=2,
                 )
                 opt.reset()
             opt.train()
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """The average inside, and whatever was there before outside."""
-        before = self.is_in
-        self.put_in()
+    def swapped_in(self) -> Iterator[None]:
+        """Hold the average inside the context, and what was there before outside."""
+        before = all(opt.at_average for opt in self.optimizers)
+        self.swap_in()
         try:
             yield
         finally:
             if not before:
-                self.take_out()
+                self.swap_out()
 
-    def saw(self, evaluate: Callable[[], Any]) -> None:
-        """Remember how a batch of the training is evaluated, for the running statistics."""
-        self._seen.append(evaluate)
+    def remember(self, evaluate: Callable[[], Any]) -> None:
+        """Keep a training batch, as a function that evaluates it, for the running statistics."""
+        self._batches.append(evaluate)
 
     def _recalibrate(self) -> None:
         steps = [opt.grad_evaluations for opt in self.optimizers]
-        if self._model is None or not self._seen or steps == self._calibrated:
+        if self._model is None or not self._batches or steps == self._recalibrated_at:
             return
-        self._calibrated = steps
+        self._recalibrated_at = steps
         devices = {p.device for opt in self.optimizers for p in opt.parameters()}
         with torch.random.fork_rng([d for d in devices if d.type == "cuda"]):
-            recalibrate(self._model, self._seen, evaluate=lambda again: again())
+            recalibrate(self._model, self._batches, evaluate=lambda batch: batch())
 
     def follow(self, module: nn.Module) -> ExitStack:
-        """Let a module say what is wanted: a call in train mode the iterate, else the average.
+        """Swap by what happens to the module, until the returned stack is closed.
 
-        Taking its state, or that of the optimizer, puts the average in, too; a step with a closure
-        takes it out.
-
-        Returns:
-            Closing it ends this.
+        A call in train mode and a step with a closure swap the average out. A call in eval mode
+        and taking the state of the module or of the optimizer swap it in.
         """
-        if self._seen.maxlen and _several_processes() and _joins_processes(module):
+        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if (
+            self._batches.maxlen
+            and (distributed and torch.distributed.get_world_size() > 1)
+            and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        ):
             raise ValueError(
                 "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
-                "others. Leave recalibrate_batches at 0, and before the last save call opt.eval() "
-                "and stormplus.recalibrate(model, batches) on every process"
+                "others. Leave it at 0, and before the last save call opt.eval() and "
+                "stormplus.recalibrate(model, batches) on every process"
             )
-        inner = getattr(module, "_orig_mod", module)  # of a compiled one: some save that
-        hooks = (
+        saved = getattr(module, "_orig_mod", module)  # some trainers save the uncompiled module
+        hooks = [
             module.register_forward_pre_hook(self._before_call, prepend=True, with_kwargs=True),
-            inner.register_state_dict_pre_hook(self._before_save),
-            *(opt.register_state_dict_pre_hook(self._before_save) for opt in self.optimizers),
-            *(opt.register_step_pre_hook(self._before_step) for opt in self.optimizers),
-        )
+            saved.register_state_dict_pre_hook(self._before_save),
+        ]
+        for opt in self.optimizers:
+            hooks.append(opt.register_state_dict_pre_hook(self._before_save))
+            hooks.append(opt.register_step_pre_hook(self._before_step))
         stack = ExitStack()
         for hook in hooks:
             stack.callback(hook.remove)
@@ -137,40 +126,29 @@ class Average:
         if not self.optimizers:
             return
         if module.training:
-            self.take_out()
-            if self._seen.maxlen:
-                self.saw(partial(module, *args, **kwargs))
+            self.swap_out()
+            if self._batches.maxlen:
+                self.remember(partial(module, *args, **kwargs))
         else:
-            self.put_in()
+            self.swap_in()
 
     def _before_save(self, *_: Any) -> None:
-        self.put_in()
+        self.swap_in()
 
     def _before_step(self, opt: Any, args: Any, kwargs: Any) -> None:
-        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # the first is the optimizer
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")  # args[0] is the optimizer
         if closure is not None:  # it will call the model
-            self.take_out()
+            self.swap_out()
 
     def __reduce__(self) -> tuple[type[Average], tuple[()]]:
         return Average, ()
 
 
-def _several_processes() -> bool:
-    group = torch.distributed
-    return group.is_available() and group.is_initialized() and group.get_world_size() > 1
-
-
-def _joins_processes(module: nn.Module) -> bool:
-    return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-
-
 def ignore_lr(lr: Any, stacklevel: int = 3) -> None:
-    """Say that a learning rate has no effect, unless it is the one that `Untuned` has."""
+    """Warn that a learning rate is ignored, unless it is 1.0 or None."""
     if lr is None or float(lr) == 1.0:
         return
     warnings.warn(
-        f"lr={float(lr):g} is ignored: Untuned measures its own step sizes, and lr is no rate "
-        "there but a factor on all of them, 1.0. Leave it out, or pass 1.0. A scheduler may still "
-        "multiply it, and a parameter group may have a factor of its own",
+        f"lr={float(lr):g} is ignored: Untuned finds its own step sizes. Leave it out, or pass 1.0",
         stacklevel=stacklevel,
     )
