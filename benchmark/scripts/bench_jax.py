@@ -23,7 +23,7 @@ import numpy as np
 import optax
 from sklearn.datasets import load_digits
 
-from stormplus.jax import storm_plus
+from stormplus.jax import storm_plus, untuned
 
 BAR = 2.5
 STEPS = 200
@@ -83,20 +83,6 @@ def storm_step(loss: Any, tx: Any) -> Step:
     return step
 
 
-def storm_step_both_at_once(loss: Any, tx: Any) -> Step:
-    """Both gradients by one vmapped evaluation: x_{t+1} is known before the sample."""
-
-    def step(params: Any, state: Any, sample: Any) -> tuple[Any, Any]:
-        eta = state.step_size * state.started
-        both = jax.tree.map(lambda x, d: jnp.stack([x, x - eta * d]), params, state.estimator)
-        gradients = jax.vmap(lambda p: jax.grad(loss)(p, sample))(both)
-        g_tilde, g = (jax.tree.map(lambda leaf, i=i: leaf[i], gradients) for i in (0, 1))
-        updates, state = tx.update(g_tilde, state, params, grad_fn=lambda _: g)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def scan_run(step: Step, params: Any, state: Any, batch: int) -> Callable[[], Any]:
     rows = jax.random.randint(jax.random.key(1), (STEPS, batch), 0, 1797)
     loop = jax.jit(lambda p, s: jax.lax.scan(lambda c, i: (step(*c, i), None), (p, s), rows)[0])
@@ -135,6 +121,27 @@ def donating_run(step: Step, params: Any, state: Any, sample: Any) -> Callable[[
     return run
 
 
+def layers(leaves: int) -> list[jax.Array]:
+    """Matrices and vectors of four shapes, as a network of equal layers has them."""
+    shapes = [(64, 64), (64,), (64, 256), (256,)] * (leaves // 4)
+    rng = np.random.default_rng(0)
+    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) / 8 for shape in shapes]
+
+
+def compile_and_run(tx: Any, params: Any, rounds: int) -> tuple[float, float]:
+    """CPU seconds to trace and compile an update, and the least seconds to run it."""
+
+    def step(params: Any, state: Any, grads: Any) -> tuple[Any, Any]:
+        updates, state = tx.update(grads, state, params)
+        return optax.apply_updates(params, updates), state
+
+    arguments = (params, tx.init(params), params)
+    start = time.process_time()
+    compiled = jax.jit(step).lower(*arguments).compile()
+    seconds = time.process_time() - start
+    return seconds, least_seconds({"": lambda: compiled(*arguments)}, rounds)[""]
+
+
 def report(name: str, seconds: dict[str, float], unit: str, scale: float) -> float:
     adam = seconds["adam"]
     for method, value in seconds.items():
@@ -154,6 +161,15 @@ def main() -> None:
         f"{jax.devices()[0].device_kind}; least of {rounds} rounds"
     )
 
+    print("\nuntuned and adam, the update alone: CPU seconds to compile, milliseconds to run:")
+    for leaves in (80, 240):
+        params = layers(leaves)
+        ours, theirs = (compile_and_run(tx, params, rounds) for tx in (untuned(), adam))
+        print(
+            f"  {leaves} leaves: compile {ours[0]:.2f} s, {ours[0] / theirs[0]:.1f} x adam; "
+            f"run {ours[1] * 1e3:.2f} ms, {ours[1] / theirs[1]:.1f} x adam"
+        )
+
     print(f"\nInside lax.scan, a step of a perceptron on digits, mean of {STEPS} steps:")
     ratios = []
     for hidden, batch in MLPS:
@@ -163,9 +179,6 @@ def main() -> None:
                 "adam": scan_run(adam_step(loss, adam), params, adam.init(params), batch),
                 "sgd, momentum": scan_run(adam_step(loss, sgd), params, sgd.init(params), batch),
                 "storm+": scan_run(storm_step(loss, storm), params, storm.init(params), batch),
-                "storm+, vmapped": scan_run(
-                    storm_step_both_at_once(loss, storm), params, storm.init(params), batch
-                ),
             },
             rounds,
         )

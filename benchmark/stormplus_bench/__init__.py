@@ -1,7 +1,7 @@
-"""The benchmark of stormplus: what runs, stores, scores, draws and reports it.
+"""The benchmark of stormplus: run, store, score and report.
 
-`benchmark_stormplus/` is the folder that benchopt runs. It imports this package; this package
-only names its path. `compare` sets optimizers of one's own side by side, on a model of one's own.
+benchopt runs the folder `benchmark_stormplus/`, which imports this package. `compare` compares
+optimizers from Python.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stormplus_bench.own import Comparison as Comparison
-    from stormplus_bench.own import compare as compare
+    from stormplus_bench.comparison import Comparison as Comparison
+    from stormplus_bench.comparison import compare as compare
 
 __version__ = "0.1.0"
 __all__ = ["Comparison", "compare"]
 
 
 def __getattr__(name: str) -> Any:
-    """Loaded when they are asked for: the rest of this package needs no torch."""
+    """Load on first use: the rest of this package needs no torch."""
     if name in __all__:
-        from stormplus_bench import own
+        from stormplus_bench import comparison
 
-        return getattr(own, name)
+        return getattr(comparison, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

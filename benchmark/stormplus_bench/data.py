@@ -1,52 +1,86 @@
-"""Readers of the data sets that are too large to ship.
+"""CIFAR-10, MNIST and Tiny Shakespeare: read their official files, or download them.
 
-Files are looked for under `$STORMPLUS_DATA`, in the form of their official release, and are
-checked before use: a benchmark on half a data set would still carry its name. Nothing is
-downloaded here (`stormplus data NAME` does that) and no pickle is ever loaded.
+They are kept in `$STORMPLUS_DATA`, by default a folder in the user's cache. `stormplus data NAME`
+downloads them; a workload without its data is skipped. No pickle is ever loaded.
 """
 
 from __future__ import annotations
 
 import gzip
+import logging
 import os
-import shlex
+import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias, overload
+from typing import Literal, overload
 
 import numpy as np
+import pooch  # type: ignore[import-untyped]
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
-Name: TypeAlias = Literal["cifar10", "mnist", "shakespeare"]
-
-NAMES: tuple[Name, ...] = ("cifar10", "mnist", "shakespeare")
 VARIABLE = "STORMPLUS_DATA"
-
-# What the releases hold. Tests make them smaller.
+CIFAR10_TRAIN = tuple(f"data_batch_{k}.bin" for k in range(1, 6))
+CIFAR10_FILES = (*CIFAR10_TRAIN, "test_batch.bin")
+# Sizes of the releases. Tests make them smaller.
 CIFAR10_RECORDS = 10_000  # in each of the six files
 MNIST_IMAGES = {"train": 60_000, "t10k": 10_000}
 SHAKESPEARE_BYTES = 1_115_394
 
-CIFAR10_TRAIN = tuple(f"data_batch_{k}.bin" for k in range(1, 6))
-CIFAR10_TEST = "test_batch.bin"
-_CIFAR10_SHAPE = (3, 32, 32)
-_MNIST_SHAPE = (28, 28)
-_CLASSES = 10
-_PLACES = {
-    "cifar10": "the six .bin files in {0}/cifar-10-batches-bin or {0}/cifar10/cifar-10-batches-bin",
-    "mnist": "the four idx files, as released or unzipped, in {0}/mnist",
-    "shakespeare": "the text in {0}/tinyshakespeare/input.txt",
+
+@dataclass(frozen=True)
+class Remote:
+    """One file to download: its address, its place in the data folder, and its checksum."""
+
+    url: str
+    path: str
+    checksum: str  # "algorithm:hex"; the algorithm is the one that the source publishes
+
+
+def _mnist(name: str, md5: str) -> Remote:
+    url = f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}"
+    return Remote(url, f"mnist/{name}", f"md5:{md5}")
+
+
+REMOTES = {
+    "cifar10": (
+        Remote(
+            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
+            "cifar-10-binary.tar.gz",
+            "md5:c32a1d4ab5d03f1284b67883e8d87530",
+        ),
+    ),
+    "mnist": (
+        _mnist("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+        _mnist("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
+        _mnist("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
+        _mnist("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
+    ),
+    "shakespeare": (
+        Remote(
+            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
+            "input.txt",
+            "tinyshakespeare/input.txt",
+            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
+        ),
+    ),
 }
+NAMES = tuple(REMOTES)
 
 
 class MissingData(FileNotFoundError):
-    """A data set is not there. The message says what to place where."""
+    """A data set has not been downloaded; the message says how to."""
+
+
+class DownloadError(RuntimeError):
+    """A file could not be downloaded."""
 
 
 @dataclass(frozen=True)
 class Images:
-    """Pictures and their classes: uint8 arrays N x C x H x W, labels int64."""
+    """Images, uint8 of shape N x C x H x W, and labels, int64."""
 
     train_x: NDArray[np.uint8]
     train_y: NDArray[np.int64]
@@ -56,11 +90,16 @@ class Images:
 
 @dataclass(frozen=True)
 class Text:
-    """Characters as codes: `vocabulary[code]`. The first 90% train, the rest tests."""
+    """Characters as codes into `vocabulary`; the first 90% are for training."""
 
     train: NDArray[np.int64]
     test: NDArray[np.int64]
     vocabulary: str
+
+
+def data_folder(folder: Path | str | None = None) -> Path:
+    """Return `folder`, else `$STORMPLUS_DATA`, else a folder in the user's cache."""
+    return Path(folder or os.environ.get(VARIABLE) or pooch.os_cache("stormplus")).expanduser()
 
 
 @overload
@@ -73,156 +112,150 @@ def load(name: str, folder: Path | str | None = None) -> Images | Text:
     """Read a data set.
 
     Args:
-        name: One of `NAMES`.
-        folder: Where data sets are kept; `$STORMPLUS_DATA` unless given.
+        name: "cifar10", "mnist" or "shakespeare".
+        folder: Where data sets are kept, see `data_folder`.
 
     Raises:
-        MissingData: It is not there; the message says what to place where.
-        ValueError: A file is there and is not what was released, or there is no such name.
+        MissingData: A file is missing; the message says how to download it.
+        ValueError: A file differs from its release, or the name is unknown.
     """
-    if name == "cifar10":
-        return cifar10(folder)
-    if name == "mnist":
-        return mnist(folder)
+    if name not in NAMES:
+        raise ValueError(f"no data set {name!r}: choose from {', '.join(NAMES)}")
     if name == "shakespeare":
         return shakespeare(folder)
-    raise ValueError(f"there is no data set {name!r}: choose from {', '.join(NAMES)}")
+    return cifar10(folder) if name == "cifar10" else mnist(folder)
 
 
 def cifar10(folder: Path | str | None = None) -> Images:
-    """CIFAR-10 from its binary release: 50,000 and 10,000 images of 3 x 32 x 32."""
-    root = data_folder("cifar10", folder)
-    release = cifar10_release(root)
-    files = [release / name for name in (*CIFAR10_TRAIN, CIFAR10_TEST)]
-    for file in files:
-        if not file.is_file():
-            raise _missing("cifar10", root, file)
-    *train, (test_x, test_y) = [_cifar10_batch(file) for file in files]
-    return Images(
-        train_x=np.concatenate([x for x, _ in train]),
-        train_y=np.concatenate([y for _, y in train]),
-        test_x=test_x,
-        test_y=test_y,
-    )
-
-
-def mnist(folder: Path | str | None = None) -> Images:
-    """MNIST from its four idx files: 60,000 and 10,000 images of 1 x 28 x 28."""
-    root = data_folder("mnist", folder)
-    train_x, test_x = (_mnist_images(root, split) for split in ("train", "t10k"))
-    train_y, test_y = (_mnist_labels(root, split) for split in ("train", "t10k"))
-    return Images(train_x=train_x, train_y=train_y, test_x=test_x, test_y=test_y)
-
-
-def shakespeare(folder: Path | str | None = None) -> Text:
-    """Tiny Shakespeare: 1.1 million characters, 65 different ones, in their order of code."""
-    root = data_folder("shakespeare", folder)
-    file = root / "tinyshakespeare" / "input.txt"
-    if not file.is_file():
-        raise _missing("shakespeare", root, file)
-    content = file.read_bytes()  # as bytes: text mode would hide changed line ends
-    if len(content) != SHAKESPEARE_BYTES:
-        raise _broken("shakespeare", file, f"{len(content)} bytes, expected {SHAKESPEARE_BYTES}")
-    if not content.isascii():
-        raise _broken("shakespeare", file, "not plain ASCII text")
-    # A byte is a character: the text is ASCII.
-    vocabulary, codes = np.unique(np.frombuffer(content, np.uint8), return_inverse=True)
-    codes = codes.astype(np.int64)
-    cut = len(codes) * 9 // 10
-    return Text(train=codes[:cut], test=codes[cut:], vocabulary="".join(map(chr, vocabulary)))
-
-
-def data_folder(name: str, folder: Path | str | None = None) -> Path:
-    """`folder`, or what `$STORMPLUS_DATA` says."""
-    given = folder if folder is not None else os.environ.get(VARIABLE)
-    if not given:
-        raise MissingData(
-            f"{name} needs a data folder: set {VARIABLE} to one, then run "
-            f"`stormplus data {name}`, or place {place(name, '$' + VARIABLE)}"
-        )
-    return Path(given).expanduser()
+    """Read CIFAR-10's binary version: 50,000 and 10,000 images of 3 x 32 x 32."""
+    release = cifar10_release(data_folder(folder))
+    *train, (test_x, test_y) = [_cifar10_batch(release / name) for name in CIFAR10_FILES]
+    train_x, train_y = (np.concatenate(parts) for parts in zip(*train))
+    return Images(train_x, train_y, test_x, test_y)
 
 
 def cifar10_release(root: Path) -> Path:
-    """The folder of CIFAR-10 under `root`: the one that is there, or where it will be."""
-    beside = root / "cifar-10-batches-bin"
-    return beside if beside.is_dir() else root / "cifar10" / beside.name
+    """Return the folder of CIFAR-10's files, which may be in a folder `cifar10` of `root`."""
+    name = "cifar-10-batches-bin"
+    inside = root / "cifar10" / name
+    return inside if inside.is_dir() else root / name
 
 
-def place(name: str, root: Path | str) -> str:
-    """What belongs where, for a person who copies files by hand."""
-    return _PLACES[name].format(root)
+def _cifar10_batch(file: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
+    """Read records of 3073 bytes: the label, then the red, green and blue planes."""
+    content = np.frombuffer(_content("cifar10", file, CIFAR10_RECORDS * 3073), np.uint8)
+    records = content.reshape(CIFAR10_RECORDS, 3073)
+    images = np.ascontiguousarray(records[:, 1:]).reshape(-1, 3, 32, 32)
+    return images, records[:, 0].astype(np.int64)
 
 
-def _missing(name: str, root: Path, file: Path) -> MissingData:
-    return MissingData(
-        f"{name} is not there ({file} does not exist): run "
-        f"`stormplus data {name} --data-dir {shlex.quote(str(root))}`, or place {place(name, root)}"
+def mnist(folder: Path | str | None = None) -> Images:
+    """Read MNIST's four idx files, compressed or not: images of 1 x 28 x 28."""
+    root = data_folder(folder) / "mnist"
+    train, test = (
+        (
+            _idx(root / f"{split}-images-idx3-ubyte", (count, 28, 28))[:, None],
+            _idx(root / f"{split}-labels-idx1-ubyte", (count,)).astype(np.int64),
+        )
+        for split, count in MNIST_IMAGES.items()
     )
+    return Images(*train, *test)
 
 
-def _broken(name: str, file: Path, what: str) -> ValueError:
+def _idx(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+    """Read an idx file of bytes: a magic number, the sizes of the dimensions, the bytes."""
+    file = file if file.is_file() else file.with_name(f"{file.name}.gz")
+    header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
+    content = _content("mnist", file, len(header) + int(np.prod(shape)))
+    if not content.startswith(header):
+        raise _wrong("mnist", file, f"its header is {content[: len(header)]!r}, not {header!r}")
+    return np.frombuffer(bytearray(content), np.uint8, offset=len(header)).reshape(shape)
+
+
+def shakespeare(folder: Path | str | None = None) -> Text:
+    """Read Tiny Shakespeare: 1.1 million characters, 65 different ones."""
+    file = data_folder(folder) / "tinyshakespeare" / "input.txt"
+    content = np.frombuffer(_content("shakespeare", file, SHAKESPEARE_BYTES), np.uint8)
+    vocabulary, codes = np.unique(content, return_inverse=True)
+    cut = len(codes) * 9 // 10
+    train, test = np.split(codes.astype(np.int64), [cut])
+    return Text(train, test, "".join(map(chr, vocabulary)))
+
+
+def _content(name: str, file: Path, size: int) -> bytes:
+    """Return the bytes of a file, decompressed, after a check of their number."""
+    if not file.is_file():
+        raise MissingData(f"{file} does not exist: run `stormplus data {name}`")
+    content = file.read_bytes()
+    try:
+        content = gzip.decompress(content) if file.suffix == ".gz" else content
+    except (EOFError, OSError, zlib.error) as error:
+        raise _wrong(name, file, f"gzip cannot read it ({error})") from error
+    if len(content) != size:
+        raise _wrong(name, file, f"{len(content)} bytes, expected {size}")
+    return content
+
+
+def _wrong(name: str, file: Path, what: str) -> ValueError:
     return ValueError(
         f"{file} is not the released file: {what}; delete it and run `stormplus data {name}`"
     )
 
 
-def _cifar10_batch(file: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-    """Records of 3073 bytes: the label, then the red, green and blue planes."""
-    record = 1 + int(np.prod(_CIFAR10_SHAPE))
-    size, expected = file.stat().st_size, CIFAR10_RECORDS * record
-    if size != expected:
-        raise _broken("cifar10", file, f"{size} bytes, expected {expected}")
-    rows = np.fromfile(file, np.uint8).reshape(CIFAR10_RECORDS, record)
-    labels = _checked_labels("cifar10", file, rows[:, 0])
-    return np.ascontiguousarray(rows[:, 1:]).reshape(-1, *_CIFAR10_SHAPE), labels
+def download(name: str, folder: Path | str | None = None) -> None:
+    """Download the missing files of a data set and compare their checksums.
+
+    Raises:
+        DownloadError: No connection, or another content; the message names the files to copy.
+        OSError: The folder cannot be written.
+    """
+    from requests import RequestException
+
+    pooch.get_logger().setLevel(logging.WARNING)
+    root = data_folder(folder)
+    for remote in REMOTES[name]:
+        target = root / remote.path
+        if target.exists() and name != "cifar10":
+            continue  # checked when it is read
+        bar = _Bar(target.name)
+        downloader = pooch.HTTPDownloader(progressbar=bar)
+        try:
+            with bar.display:
+                pooch.retrieve(
+                    remote.url, remote.checksum, target.name, target.parent, downloader=downloader
+                )
+        except (RequestException, ValueError) as error:
+            raise DownloadError(
+                f"cannot download {remote.url}: {error}\n"
+                f"Try again, or copy the file to {target} and repeat the command"
+            ) from error
+        target.chmod(0o644)  # data folders are shared; pooch's temporary files are not
+        if name == "cifar10":
+            _unpack_cifar10(target, root)
 
 
-def _mnist_images(root: Path, split: str) -> NDArray[np.uint8]:
-    return _idx(root, f"{split}-images", (MNIST_IMAGES[split], *_MNIST_SHAPE))[1][:, None]
+class _Bar:
+    """A progress bar with the interface that pooch expects, drawn by rich."""
+
+    total = 0  # set by pooch
+
+    def __init__(self, name: str) -> None:
+        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
+        self.display = Progress(*columns, console=Console(stderr=True))
+        self.task = self.display.add_task(name, total=None)
+
+    def update(self, size: int) -> None:
+        self.display.update(self.task, advance=size, total=self.total or None)
+
+    def reset(self) -> None:
+        self.display.update(self.task, completed=0)
+
+    def close(self) -> None:
+        self.display.refresh()
 
 
-def _mnist_labels(root: Path, split: str) -> NDArray[np.int64]:
-    return _checked_labels("mnist", *_idx(root, f"{split}-labels", (MNIST_IMAGES[split],)))
-
-
-def _idx(root: Path, stem: str, shape: tuple[int, ...]) -> tuple[Path, NDArray[np.uint8]]:
-    """Read an idx file of bytes: a magic number, one big-endian size a dimension, the bytes."""
-    file = _first_file(root, root / "mnist", stem, len(shape))
-    content = file.read_bytes()
-    try:
-        content = gzip.decompress(content) if file.suffix == ".gz" else content
-    except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        raise _broken("mnist", file, f"gzip cannot read it ({error})") from error
-    magic = bytes([0, 0, 8, len(shape)])  # 8: unsigned bytes
-    if content[:4] != magic:
-        raise _broken("mnist", file, f"it starts with {content[:4]!r}, expected {magic!r}")
-    header = 4 + 4 * len(shape)
-    found = tuple(int(n) for n in np.frombuffer(content[4:header].ljust(header - 4), ">u4"))
-    if found != shape:
-        raise _broken("mnist", file, f"it announces shape {found}, expected {shape}")
-    size, expected = len(content) - header, int(np.prod(shape))
-    if size != expected:
-        raise _broken("mnist", file, f"{size} bytes after its header, expected {expected}")
-    return file, np.frombuffer(bytearray(content), np.uint8, offset=header).reshape(shape)
-
-
-def _first_file(root: Path, release: Path, stem: str, dimensions: int) -> Path:
-    released = f"{stem}-idx{dimensions}-ubyte"
-    names = (
-        f"{released}.gz",
-        released,
-        f"{stem}.idx{dimensions}-ubyte",  # what some programs unzip it to
-        f"{released}.idx",
-        f"{stem}.idx",
-    )
-    for name in names:
-        if (release / name).is_file():
-            return release / name
-    raise _missing("mnist", root, release / f"{released}.gz")
-
-
-def _checked_labels(name: str, file: Path, labels: NDArray[np.uint8]) -> NDArray[np.int64]:
-    if labels.size and labels.max() >= _CLASSES:
-        raise _broken(name, file, f"a label is {labels.max()}, expected less than {_CLASSES}")
-    return labels.astype(np.int64)
+def _unpack_cifar10(archive: Path, root: Path) -> None:
+    with tarfile.open(archive) as tar:
+        for file in CIFAR10_FILES:
+            tar.extract(f"cifar-10-batches-bin/{file}", root, filter="data")
+    archive.unlink()

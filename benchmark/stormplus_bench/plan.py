@@ -1,13 +1,13 @@
-"""What a suite would run: every run by its key, before the first one starts.
+"""Expand a suite into its runs, before the first one starts.
 
-A suite is a benchopt run configuration, so `benchopt run FOLDER --config FILE` understands it
-too. Here its selectors are expanded by benchopt itself, never by a second parser.
+A suite is a benchopt run configuration; benchopt itself expands its selectors.
 """
 
 from __future__ import annotations
 
+import difflib
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,14 +16,12 @@ import torch
 import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
-from stormplus.install import BENCH
-from stormplus_bench import rows
-from stormplus_bench.own import fingerprint, read_method, read_workload
+from stormplus_bench.own import read_method, read_workload
 from stormplus_bench.rows import Key
 
-FOLDER = Path(__file__).parent / "benchmark_stormplus"  # what benchopt runs
+FOLDER = Path(__file__).parent / "benchmark_stormplus"  # benchopt's benchmark
 KEYS = ("objective", "dataset", "solver")
-CALIBRATION = 12  # gradient evaluations timed to project a total
+CALIBRATION = 12  # gradient evaluations that are timed for the estimate
 
 
 class BadSuite(ValueError):
@@ -32,7 +30,7 @@ class BadSuite(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """One run that a suite asks for."""
+    """One run of a suite."""
 
     workload: str
     method: str
@@ -47,7 +45,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Plan:
-    """A suite's runs, what is skipped and why, and seconds of one gradient a workload."""
+    """A suite's runs, what is skipped and why, and seconds per gradient by workload."""
 
     config: dict[str, Any]
     runs: list[Run]
@@ -57,38 +55,47 @@ class Plan:
     def left(self, done: set[Key]) -> list[Run]:
         return [run for run in self.runs if run.key not in done]
 
-    def projected(self, runs: list[Run], jobs: int) -> float:
-        """Seconds, for `jobs` runs side by side."""
-        return sum(self.seconds[run.workload] * run.budget for run in runs) / jobs
+    def estimate(self, runs: Iterable[Run]) -> float:
+        """Return the seconds that the gradients of these runs take, one run at a time."""
+        return sum(self.seconds[run.workload] * run.budget for run in runs)
 
 
 def suites() -> dict[str, Path]:
-    """The suites that ship with the benchmark, by name."""
+    """Return the suites of the benchmark by name."""
     return {path.stem: path for path in sorted((FOLDER / "configs").glob("*.yml"))}
 
 
 def read_suite(name: str) -> dict[str, Any]:
-    """A suite by its name, or from a file of one's own."""
+    """Return a suite by name, or from a file."""
     path = suites().get(name, Path(name))
     try:
         config = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise BadSuite(
-            f"there is no suite {name!r}: choose from {', '.join(suites())}, or give a file"
+            f"no suite {name!r}{did_you_mean(name, suites())}: choose from {', '.join(suites())}, "
+            "or give a file"
         ) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadSuite(f"{path} is not YAML: {error}") from None
+    except RecursionError:
+        raise BadSuite(f"{path} is nested too deeply") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
-    if unknown := sorted(set(config) - set(KEYS)):
+    if unknown := sorted(map(str, set(config) - set(KEYS))):
         raise BadSuite(
-            f"{path}: {', '.join(unknown)} would be ignored; a suite has {', '.join(KEYS)}, and "
-            "everything else is an option of the command"
+            f"{path}: {', '.join(unknown)} would be ignored; a suite has {', '.join(KEYS)}, the "
+            "rest are options of the command"
         )
     for key, value in config.items():
         if not isinstance(value, list) or not value:
-            raise BadSuite(f"{path}: {key} should be a list with something in it, got {value!r}")
+            raise BadSuite(f"{path}: {key} should be a list that is not empty, got {value!r}")
     return config
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
+    return f", did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def with_own(
@@ -99,17 +106,17 @@ def with_own(
     *,
     alone: bool = False,
 ) -> dict[str, Any]:
-    """A suite with optimizers of one's own added, on models of one's own instead of its data sets.
+    """Return the suite with the user's optimizers added and models in place of its data sets.
 
     Args:
         config: The suite.
-        solvers: Files of optimizers.
-        workloads: Files of models.
-        seeds: How many, instead of the suite's.
+        solvers: Solver files.
+        workloads: Workload files.
+        seeds: Number of seeds, instead of the suite's.
         alone: Whether to leave out the suite's methods.
 
     Raises:
-        ValueError: A file lacks something; the message says what it should have.
+        ValueError: A file is wrong; the message says what it should have.
     """
     config = dict(config)
     methods = {str(path.resolve()): read_method(str(path.resolve())) for path in solvers}
@@ -117,11 +124,9 @@ def with_own(
     names += [read_workload(str(path.resolve())).name for path in workloads]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two files have the name {', '.join(twice)}: rename one of them")
-    # The default is asked for as such, so that its rows say so.
-    config["solver"] = [
-        *([] if alone else config["solver"]),
-        *({"own": {"file": [f], "lr": [None, *m.rates[1:]]}} for f, m in methods.items()),
-    ]
+    config["solver"] = [] if alone else list(config["solver"])
+    for file, method in methods.items():
+        config["solver"].append({"own": {"file": [file], "lr": list(method.rates)}})
     if workloads:
         config["dataset"] = [{"own": {"file": [str(path.resolve()) for path in workloads]}}]
     if seeds is not None:
@@ -129,24 +134,15 @@ def with_own(
     return config
 
 
-def check_unchanged(journal: Path, solvers: Sequence[Path], workloads: Sequence[Path]) -> None:
-    """Raise a ValueError if the journal has runs of another version of one's own files."""
-    for kind, files in (("method", solvers), ("workload", workloads)):
-        for path in map(Path.resolve, files):
-            name = (read_method if kind == "method" else read_workload)(str(path)).name
-            if rows.versions_of(journal, kind, name) - {fingerprint(str(path))}:
-                raise ValueError(
-                    f"{path} has changed since runs of {name} were written to {journal}, or they "
-                    "are of another file: give another --output, or the changed one a new name"
-                )
-
-
-def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
-    """Expand the selectors of a configuration and time a few gradients of each workload."""
+def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] = ()) -> Plan:
+    """Expand a suite, or some of its methods, and time a few gradients of each workload."""
     torch.set_num_threads(threads)
     benchmark = Benchmark(FOLDER, no_cache=True)
     objectives = list(_instances(benchmark.check_objective_filters(config.get("objective"))))
     solvers = list(_instances(benchmark.check_solver_patterns(list(config["solver"]))))
+    if methods:
+        solvers = _only(solvers, methods)
+        config = config | {"solver": [_selector(solver) for solver in solvers]}
     plan = Plan(config, [], {}, {})
     for dataset in _instances(benchmark.check_dataset_patterns(list(config["dataset"]))):
         data = dataset.get_data()
@@ -155,38 +151,55 @@ def make_plan(config: dict[str, Any], threads: int = 1) -> Plan:
             plan.skipped[str(dataset)] = data["reason"]
             continue
         try:
-            plan.seconds[workload.name] = _seconds_a_gradient(workload)
+            plan.seconds[workload.name] = _seconds_per_gradient(workload)
         except Exception as error:
             raise ValueError(
-                f"{workload.name}: a first gradient fails with {type(error).__name__}: {error}"
+                f"{workload.name}: the first gradient fails with {type(error).__name__}: {error}"
             ) from error
+        runs: dict[Key, Run] = {}  # a default rate may be in the list of rates, too
         for objective in objectives:
             for solver in solvers:
                 skip, reason = solver.applies(workload)
                 if skip:
                     plan.skipped[f"{solver.method} on {workload.name}"] = reason
                     continue
-                lr = solver.default_lr if solver.lr is None else solver.lr
-                budget = workload.budget * (solver.price if workload.counts == "samples" else 1)
-                run = Run(workload.name, solver.method, lr, objective.seed, budget)
-                if run not in plan.runs[-2 * len(solvers) :]:  # a default may be on the grid
-                    plan.runs.append(run)
+                budget, seed = workload.budget, objective.seed
+                run = Run(workload.name, solver.method, solver.rate, seed, budget)
+                runs[run.key] = run
+        plan.runs.extend(runs.values())
     return plan
 
 
 def _instances(classes: Any) -> Iterator[Any]:
     for instance, installed in _list_parametrized_classes(*classes):
         if not installed:
-            raise ModuleNotFoundError(f"{instance} cannot be imported: {BENCH}")
+            raise ModuleNotFoundError(f"{instance} cannot be imported: pip install stormplus-bench")
         yield instance
 
 
-def _seconds_a_gradient(workload: Any) -> float:
+def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
+    """Return the solvers with these names, as in tables ("STORM+") or suites ("storm-plus")."""
+    names = {name: None for s in solvers for name in (s.name, s.method)}
+    for method in methods:
+        if method.lower() not in map(str.lower, names):
+            raise ValueError(
+                f"no method {method!r}{did_you_mean(method, names)}: this suite has "
+                + ", ".join(dict.fromkeys(s.method for s in solvers))
+            )
+    chosen = set(map(str.lower, methods))
+    return [s for s in solvers if {s.method.lower(), s.name.lower()} & chosen]
+
+
+def _selector(solver: Any) -> dict[str, dict[str, list[Any]]]:
+    return {solver.name: {name: [getattr(solver, name)] for name in type(solver).parameters}}
+
+
+def _seconds_per_gradient(workload: Any) -> float:
     model, samples = workload.model(0).to(workload.device), workload.samples(0)
     model.train()
     start = time.perf_counter()
     for k in range(CALIBRATION):
-        if k == 2:  # the first ones warm up
+        if k == 2:  # after a warm-up
             start = time.perf_counter()
         workload.loss(model, next(samples)).backward()
     return (time.perf_counter() - start) / (CALIBRATION - 2)

@@ -1,40 +1,70 @@
-"""How each method is drawn, the same in every figure.
+"""Colour, dash and marker of each method, the same in every figure.
 
-Colours are the repository's palette. A dash and a marker of its own tell a line apart for people
-who see few colours, and on a grey print.
+Dashes and markers tell lines apart without colour.
 """
 
 from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
-from itertools import product
 
-from stormplus.theory.palette import PALETTE
-from stormplus_bench.methods import OURS
+from stormplus_bench.methods import METHODS, OURS
 
-Dash = tuple[float, tuple[float, ...]]
-SOLID: Dash = (0, ())
-DASHED: Dash = (0, (5, 2))
-DOTTED: Dash = (0, (1.2, 1.6))
-DASH_DOT: Dash = (0, (6, 2, 1.2, 2))
-LONG: Dash = (0, (9, 3))
+WIDTH = 7.6  # inches: one column of text
+PALETTE = {
+    "STORM+": "#d9480f",
+    "STORM+ mean": "#c2a000",
+    "Untuned": "#087f5b",
+    "simplified STORM+": "#e8308a",
+    "simplified STORM+ mean": "#e599b5",
+    "STORM": "#7048e8",
+    "STORM mean": "#b197fc",
+    "SGD": "#495057",
+    "SGD momentum": "#212529",
+    "Adam": "#1971c2",
+    "AdamW": "#4dabf7",
+    "AdaGrad": "#8d6e3f",
+    "AdaGrad-norm": "#b08968",
+    "RMSprop": "#0b7285",
+    "Schedule-Free": "#5c940d",
+    "Prodigy": "#3bc9db",
+    "D-Adaptation": "#a61e4d",
+    "DoG": "#2b8a3e",
+    "Mechanic": "#5f3dc4",
+    "MARS": "#0ca678",
+    "SVRG": "#868e96",
+    "AdamW cosine": "#1864ab",
+    "Schedule-Free warm-up": "#74b816",
+    "Prodigy cosine": "#15aabf",
+    "Adam++": "#e67700",
+    "Adam++ cosine": "#ffc078",
+    "NadamW": "#c2185b",
+    "SCSG": "#66a80f",
+    "SPIDER": "#1098ad",
+    "Hybrid SARAH": "#9c36b5",
+}
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 2), (1.2, 1.6), (6, 2, 1.2, 2), (9, 3))
+MARKERS = "os*^vDdx+PX<>p8hH|_1234"
+SPARE_COLOURS = (
+    *("#c2255c", "#364fc7", "#862e9c", "#e31a1c", "#00897b", "#5d4037"),
+    *("#ad1457", "#283593", "#33a02c", "#6a3d9a", "#b15928", "#0072b2"),
+)
 
 
 @dataclass(frozen=True)
 class Style:
-    """How a method is drawn; `dash` is matplotlib's (offset, lengths)."""
+    """How a method is drawn; `dash` holds the lengths of strokes and gaps."""
 
     colour: str
-    dash: Dash
+    dash: tuple[float, ...]
     marker: str
-    width: float = 1.3
+    width: float
 
     def line(self) -> dict[str, object]:
-        """The keyword arguments of matplotlib's `plot`."""
+        """Return the keyword arguments of matplotlib's `plot`."""
         return {
             "color": self.colour,
-            "linestyle": self.dash,
+            "linestyle": (0, self.dash),
             "marker": self.marker,
             "linewidth": self.width,
             "markersize": 4.5,
@@ -43,54 +73,14 @@ class Style:
         }
 
 
-_LOOKS = {
-    "STORM+": (SOLID, "o"),
-    "STORM+ mean": (DASHED, "s"),
-    "Untuned": (DASH_DOT, "*"),
-    "simplified STORM+": (SOLID, "^"),
-    "simplified STORM+ mean": (DASHED, "v"),
-    "STORM": (SOLID, "D"),
-    "STORM mean": (DASHED, "d"),
-    "SGD": (SOLID, "x"),
-    "SGD momentum": (DASHED, "+"),
-    "Adam": (SOLID, "P"),
-    "AdamW": (DASHED, "X"),
-    "AdaGrad": (SOLID, "<"),
-    "RMSprop": (DASHED, ">"),
-    "Schedule-Free": (SOLID, "p"),
-    "Prodigy": (DASHED, "h"),
-    "DoG": (DOTTED, "8"),
-    "D-Adaptation": (DASH_DOT, "1"),
-    "Mechanic": (LONG, "2"),
-    "MARS": (SOLID, "3"),
-    "SVRG": (DASHED, "4"),
-    "AdamW cosine": (SOLID, "$a$"),
-    "Schedule-Free warm-up": (DASHED, "$s$"),
-    "Prodigy cosine": (DOTTED, "$p$"),
-    "Adam++": (LONG, "$+$"),
-    "Adam++ cosine": (DASH_DOT, "$c$"),
-    "NadamW": (SOLID, "$n$"),
-}
-STYLES = {
-    # The subject of the figures has the thicker lines.
-    name: Style(PALETTE[name], dash, marker, 2.2 if name in OURS else 1.3)
-    for name, (dash, marker) in _LOOKS.items()
-}
-# For methods of a reader's own, who looks for them: they too have the thicker lines. So many that
-# two of them hardly ever look alike.
-_SPARE = [
-    Style(colour, dash, marker, 2.2)
-    for colour, dash, marker in product(
-        (
-            *("#c2255c", "#364fc7", "#862e9c", "#e31a1c", "#00897b", "#5d4037"),
-            *("#ad1457", "#283593", "#33a02c", "#6a3d9a", "#b15928", "#0072b2"),
-        ),
-        (SOLID, DASH_DOT, LONG, DOTTED),
-        ("H", "|", "_"),
-    )
-]
-
-
 def style_of(method: str) -> Style:
-    """The method's style; a method that is not in the table has a lasting one too."""
-    return STYLES.get(method) or _SPARE[zlib.crc32(method.encode()) % len(_SPARE)]
+    """Return the method's style; an unknown method gets one by the checksum of its name."""
+    if method in METHODS and method in PALETTE:
+        number = METHODS.index(method)
+        colour = PALETTE[method]
+    else:
+        number = zlib.crc32(method.encode())
+        colour = SPARE_COLOURS[number % len(SPARE_COLOURS)]
+    # The library's methods and the reader's own have thicker lines than their rivals.
+    width = 2.2 if method in OURS or method not in METHODS else 1.3
+    return Style(colour, DASHES[number % len(DASHES)], MARKERS[number % len(MARKERS)], width)

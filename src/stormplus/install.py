@@ -1,11 +1,11 @@
-"""What to type for a part that is missing."""
+"""Which command installs a missing part."""
 
 from __future__ import annotations
 
 
 def how_to(extra: str) -> str:
-    """Both ways: from the package index, and from a clone until the name is there."""
-    return f"pip install 'stormplus[{extra}]' (from a clone: pip install '.[{extra}]')"
+    """Return the command that installs an extra: in a clone, or from the package index."""
+    return f"pip install '.[{extra}]' in a clone, or pip install 'stormplus[{extra}]'"
 
 
-BENCH = "pip install stormplus-bench (from a clone: pip install ./benchmark)"
+BENCH = "pip install ./benchmark in a clone, or pip install stormplus-bench"

@@ -1,7 +1,7 @@
-"""What differs between the versions of other libraries, and nothing else.
+"""Differences between versions of other libraries.
 
-Each entry names the version that makes it superfluous: it goes when that is the floor in
-pyproject.toml. No framework is imported before a function is called.
+Each function names the version that makes it superfluous; remove it when that version is the floor
+in pyproject.toml. Frameworks are imported inside the functions.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ if TYPE_CHECKING:
 
 @cache
 def release(name: str) -> tuple[int, ...]:
-    """The first two numbers of a version: (2, 13) for "2.13.0+cpu"."""
+    """Return the first two numbers of a version: (2, 13) for "2.13.0+cpu"."""
     return tuple(map(int, re.findall(r"\d+", version(name))[:2]))
 
 
 def version_increment() -> Callable[[list[Tensor]], None]:
-    """What tells autograd that tensors were written to. torch 2.5 takes them all at once."""
+    """Return the function that bumps version counters of tensors; torch 2.5 accepts a list."""
     from torch.autograd.graph import increment_version
 
     if release("torch") >= (2, 5):
@@ -38,7 +38,7 @@ def version_increment() -> Callable[[list[Tensor]], None]:
 
 
 def part_names(group: dict[str, Any]) -> None:
-    """Part `named_parameters()` into parameters and names. torch 2.6 does so itself."""
+    """Split `named_parameters()` in a group into parameters and names, as torch 2.6 does."""
     from torch import Tensor
 
     if release("torch") >= (2, 6) or isinstance(group["params"], (Tensor, set)):
@@ -49,7 +49,7 @@ def part_names(group: dict[str, Any]) -> None:
 
 
 def explicit_mesh(array: jax.Array) -> Any:
-    """The mesh whose explicit axes lie over an array, or None. jax 0.6 can always say."""
+    """Return the mesh of an array with explicit sharding, else None; jax 0.6 has `jax.typeof`."""
     import jax
 
     if not hasattr(jax, "typeof"):
@@ -58,18 +58,8 @@ def explicit_mesh(array: jax.Array) -> Any:
     return sharding.mesh if any(sharding.spec) else None
 
 
-def barrier() -> Callable[[Any], Any]:
-    """What keeps the compiler from sharing work across it, if it can be differentiated.
-
-    jax 0.6 has derivatives for it. Without one it is nothing, at the price of some memory.
-    """
-    import jax
-
-    return jax.lax.optimization_barrier if release("jax") >= (0, 6) else lambda tree: tree
-
-
 def clip_gradients(trainer: Any, model: Any) -> None:
-    """As `transformers.Trainer` does; it unscales too. transformers 5.3 has a method for it."""
+    """Unscale and clip as `transformers.Trainer` does; transformers 5.3 has a method for it."""
     if hasattr(trainer, "_clip_grad_norm"):
         trainer._clip_grad_norm(model)
     else:
@@ -77,5 +67,5 @@ def clip_gradients(trainer: Any, model: Any) -> None:
 
 
 def order_is_drawn_again(trainer: Any) -> bool:
-    """Whether a resumed epoch of Lightning's draws its order twice. Lightning 2.5.3 does not."""
+    """Return whether a resumed Lightning epoch draws its order twice; 2.5.3 does not."""
     return not hasattr(trainer.fit_loop, "is_resuming")

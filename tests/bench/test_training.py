@@ -1,6 +1,7 @@
-"""The benchmark's loop against hand-written ones: same iterates, every gradient counted."""
+"""The steppers against hand-written loops: same iterates, every gradient counted."""
 
 import copy
+import gc
 import math
 from pathlib import Path
 
@@ -81,7 +82,7 @@ def test_a_one_gradient_method_is_the_usual_loop(make):
 
 
 @pytest.mark.parametrize("make", [lambda: digits("cnn"), normed], ids=["cnn", "batchnorm"])
-def test_ours_is_the_loop_of_the_readme_and_costs_two(make):
+def test_storm_plus_is_the_loop_of_the_readme_and_costs_two(make):
     workload = make()
     run = start(workload, TwoGradients, StormPlus)
     run.advance(STEPS)
@@ -105,7 +106,7 @@ def test_ours_is_the_loop_of_the_readme_and_costs_two(make):
     assert same(run.model, model)
 
 
-def test_a_run_that_was_stopped_from_outside_is_no_result():
+def test_a_run_that_benchopt_stopped_is_no_result():
     run = start(digits(), TwoGradients, StormPlus)
     run.advance(20)  # of 40
     with pytest.raises(RuntimeError, match=r"stopped at 19 of 40 .* --no-timeout"):
@@ -191,7 +192,7 @@ class Kick(OneGradient):
             training.model.x += {1: 100.0, 2: -100.0}.get(training.evaluations, 0.0)
 
 
-def test_a_loss_that_is_only_large_may_come_back():
+def test_a_large_finite_loss_is_not_divergence():
     run = start(catalogue.phase_retrieval(), Kick, torch.optim.Adagrad, lr=0.1)
     run.advance(0)
     first = run.record()["train_loss"]
@@ -203,7 +204,7 @@ def test_a_loss_that_is_only_large_may_come_back():
 
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
-def test_dog_that_meets_a_number_that_is_none_diverges(broken):
+def test_dog_with_a_nan_diverges(broken):
     run = start(digits(), dog)
     parameter = next(run.model.parameters())
     if broken == "loss":
@@ -214,7 +215,7 @@ def test_dog_that_meets_a_number_that_is_none_diverges(broken):
     assert run.status == "diverged"
 
 
-def test_the_averaged_model_is_what_dog_is_judged_by():
+def test_dog_is_measured_at_its_average():
     run = start(digits(), dog)
     assert run.stepper.result(run) is run.model  # there is no average yet
     run.advance(STEPS)
@@ -238,7 +239,7 @@ def test_the_state_counts_all_that_a_method_keeps():
 
 
 @pytest.mark.parametrize("optimizer", [AdamWScheduleFree, Untuned])
-def test_a_method_with_an_average_is_judged_there_and_goes_on(optimizer):
+def test_a_method_with_an_average_is_measured_there_and_continues(optimizer):
     workload = normed()
     measured, plain = (start(workload, AtAverage, optimizer) for _ in range(2))
     for run in (measured, plain):
@@ -267,19 +268,6 @@ def test_the_scheduled_rate_rises_in_a_line_and_falls_to_zero():
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
     assert rates[22] == pytest.approx(1.0)
     assert run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
-
-
-def test_a_schedule_goes_on_where_it_was(tmp_path):
-    def make():
-        return start(digits(), lambda t: Scheduled(AdamPlusPlus(t.parameters), 40, 0.1))
-
-    whole, half, rest = make(), make(), make()
-    whole.advance(20)
-    half.advance(10)
-    half.save(tmp_path / "part.pt")
-    rest.restore(tmp_path / "part.pt")
-    rest.advance(20)
-    assert same(whole.model, rest.model)
 
 
 def test_adam_plus_plus_is_its_papers_recursion_with_adams_correction():
@@ -327,18 +315,19 @@ def test_nadamw_is_adamw_with_the_next_momentum():
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
 
 
-def test_peak_memory_sees_what_was_used_and_forgets():
+def test_peak_memory_is_measured_and_reset():
+    gc.collect()
     reset_peak_memory()
     before = peak_memory_mb()
-    large = torch.ones(40 * 2**18)  # 40 MB
-    assert peak_memory_mb() >= before + 30
+    large = torch.ones(400 * 2**18)  # 400 MB
+    assert peak_memory_mb() >= before + 100
     del large
     reset_peak_memory()
     if torch.cuda.is_available() or Path("/proc/self/status").exists():
         assert peak_memory_mb() <= before + 20
 
 
-def test_what_is_measured_is_that_of_the_measured_examples():
+def test_losses_accuracies_and_gradients_of_the_measured_examples():
     workload = digits()
     model = workload.model(0)
     x, y = workload.train
@@ -357,4 +346,4 @@ def test_bench_step_prints_what_frozen_parameters_add(capsys):
     head, *lines = capsys.readouterr().out.strip().splitlines()
     assert head.startswith("5 frozen parameters")
     assert [line.split()[0] for line in lines] == ["StormPlus", "Untuned", "SGD(momentum=0.9)"]
-    assert all(float(line.split()[1].rstrip("x")) > 0 for line in lines)
+    assert all(float(line.split()[-1].rstrip("x")) > 0 for line in lines)

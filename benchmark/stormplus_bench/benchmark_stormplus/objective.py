@@ -1,7 +1,7 @@
 """The objective: train a workload within a budget of gradient evaluations.
 
-The budget stops a run, never benchopt's patience: its default criterion would cut noisy
-runs short without a word. A run that diverges is a result like any other.
+Only the budget stops a run: benchopt's default criterion would cut noisy runs short. A run that
+diverges is a result, not an error.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.optim import SGD
 
 from stormplus_bench import rows
 from stormplus_bench.train.steppers import OneGradient
-from stormplus_bench.train.training import Training, forget, part_file, row_of
+from stormplus_bench.train.training import Training, row_of
 
 JOURNAL = "STORMPLUS_ROWS"
 
@@ -57,12 +57,10 @@ class Objective(BaseObjective):
         }
 
     def save_final_results(self, training: Any, run: dict[str, Any]) -> None:
-        """Append the run's row to the journal, if there is one: an interruption loses nothing."""
+        """Append the run's row to the journal, if there is one."""
         training.require_whole()
         if os.environ.get(JOURNAL):
-            row = row_of(training, run)
-            rows.append(os.environ[JOURNAL], row)
-            forget(part_file(os.environ[JOURNAL], rows.key_of(row)))
+            rows.append(os.environ[JOURNAL], row_of(training, run))
 
     def get_one_result(self) -> dict[str, Any]:
         training = Training(

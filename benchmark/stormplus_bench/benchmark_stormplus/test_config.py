@@ -1,4 +1,4 @@
-"""What `benchopt test` should know: data that is not there is skipped, with the reason."""
+"""Configuration of `benchopt test`: skip data sets that are missing."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from stormplus_bench.train.catalogue import or_reason
 
 
 def check_test_dataset_get_data(benchmark, dataset):
-    name = {"paper": "cifar10", "long": "mnist"}.get(dataset.name, dataset.name)
+    name = {"long": "mnist"}.get(dataset.name, dataset.name)
     if name in data.NAMES:
         reason = or_reason(lambda: data.load(name))["reason"]
         if reason:

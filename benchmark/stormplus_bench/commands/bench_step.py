@@ -1,18 +1,18 @@
-"""`stormplus bench-step`: time the optimizer's own work against torch.optim, print ratios.
+"""`stormplus bench-step`: time optimizer steps against torch.optim, gradients excluded.
 
-Each round times every method once; the ratios are medians over the rounds, so that a machine that
-slows down slows all of them. Nothing here asserts a timing.
+Every round times each method once, in random order; ratios are medians over the rounds, so a change
+of the machine's speed affects all methods alike.
 """
 
 from __future__ import annotations
 
-import cProfile
 import os
 import platform
 import random
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,9 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from stormplus import StormPlus, Untuned
-from stormplus_bench.launches import launches
+from stormplus_bench.launches import device_counts
 from stormplus_bench.memory import ELEMENTS, TENSORS, peak, state_bytes
 from stormplus_bench.train.networks import resnet34
+
+Step = Callable[[], object]
+Adam, SGD = torch.optim.Adam, torch.optim.SGD
+OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "StormPlus (default)": partial(StormPlus, lr=1e-6),
+    "StormPlus (check_finite=False)": partial(StormPlus, lr=1e-6, check_finite=False),
+    "StormPlus (foreach)": partial(StormPlus, lr=1e-6, foreach=True),
+    "Untuned (one gradient)": Untuned,
+    "SGD(momentum=0.9)": partial(SGD, lr=1e-6, momentum=0.9),
+    "Adam(foreach=False)": partial(Adam, lr=1e-6, foreach=False),
+    "Adam(foreach=True)": partial(Adam, lr=1e-6, foreach=True),
+    "Adam(fused=True)": partial(Adam, lr=1e-6, fused=True),
+}
 
 
 def parameters(shapes: list[torch.Size]) -> list[nn.Parameter]:
@@ -34,66 +47,35 @@ def parameters(shapes: list[torch.Size]) -> list[nn.Parameter]:
 
 
 def small_perceptron() -> nn.Module:
-    """8 tensors, 37,000 weights: here a step is Python, not memory."""
+    """8 tensors, 37,000 weights: a step costs Python, not memory."""
     widths = (64, 128, 128, 88, 10)
     return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
 
 
-def ours(params: list[nn.Parameter], **options: bool) -> tuple[StormPlus, Callable[[], None]]:
-    opt = StormPlus(params, lr=1e-6, **options)  # type: ignore[arg-type]
+def step_of(opt: torch.optim.Optimizer) -> Step:
+    """Return the work of one step with gradients that are already there."""
+    if not isinstance(opt, StormPlus):
+        return opt.step
     opt.estimate()
 
     def pair() -> None:
         opt.move()
         opt.estimate()
 
-    return opt, pair
+    return pair
 
 
-def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
+def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
+    """Print times of a step, ratios to Adam's, and sizes of the state."""
     params = parameters(shapes)
     size = sum(p.numel() * p.element_size() for p in params)
-    optimizers: dict[str, torch.optim.Optimizer] = {}
-    runs: dict[str, Callable[[], object]] = {}
-    for label, options in {
-        "StormPlus (default)": {},
-        "StormPlus (check_finite=False)": {"check_finite": False},
-        "StormPlus (fused)": {"fused": True},
-        "StormPlus (fused, check_finite=False)": {"fused": True, "check_finite": False},
-        "StormPlus (foreach)": {"foreach": True},
-    }.items():
-        optimizers[label], runs[label] = ours(params, **options)
-    makers: dict[str, Callable[[], torch.optim.Optimizer]] = {
-        "Untuned (one gradient)": lambda: Untuned(params),
-        "SGD(momentum=0.9)": lambda: torch.optim.SGD(params, lr=1e-6, momentum=0.9),
-        "Adam(foreach=False)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=False),
-        "Adam(foreach=True)": lambda: torch.optim.Adam(params, lr=1e-6, foreach=True),
-        "Adam(fused=True)": lambda: torch.optim.Adam(params, lr=1e-6, fused=True),
-    }
-    for label, make in makers.items():
-        optimizers[label] = make()
-        runs[label] = optimizers[label].step
-    # A copy reads one stream of the parameters' size and writes another.
-    sources, targets = parameters(shapes), parameters(shapes)
-
-    @torch.no_grad()
-    def copy_streams(streams: int) -> None:
-        for _ in range(streams // 2):
-            for source, target in zip(sources, targets):
-                target.copy_(source)
-
-    runs["copies, 8 streams"] = lambda: copy_streams(8)
-
-    ready: dict[str, float] = {}
-    for label, run in runs.items():
-        ready[label] = _seconds(run)
-    again = _seconds(runs["Adam(fused=True)"])
+    optimizers = {label: make(params) for label, make in OPTIMIZERS.items()}
+    runs = {label: step_of(opt) for label, opt in optimizers.items()}
+    first_call = {label: _seconds(run) for label, run in runs.items()}
     times: dict[str, list[float]] = {label: [] for label in runs}
-    # In an order drawn anew each round, and with the gradients in the cache, as a backward pass
-    # leaves them: nobody gains from who came before. A step of a few microseconds is timed more
-    # often.
-    order = random.Random(0)
-    gradients = [p.grad for p in params if p.grad is not None]
+    # Gradients are in the cache, as after a backward pass. Short steps are timed more often.
+    order, gradients = random.Random(0), [p.grad for p in params if p.grad is not None]
+    again = _seconds(runs["Adam(fused=True)"])
     for _ in range(max(rounds, min(500, round(0.01 * rounds / again)))):
         for label in order.sample(list(runs), len(runs)):
             for g in gradients:
@@ -106,94 +88,84 @@ def compare(name: str, shapes: list[torch.Size], rounds: int) -> None:
     click.echo(f"\n{name}: {size / 4e6:.3g} M parameters in {len(shapes)} tensors")
     heads = f"{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>18s}{'first call':>12s}"
     click.echo(" " * 38 + heads)
-    for label in runs:
-        opt = optimizers.get(label)
-        held = state_bytes(opt) if opt else 0
-        state = f"{held / 1e6:.1f} MB, {held / size:.3f}x" if opt else ""
+    for label, opt in optimizers.items():
+        held = state_bytes(opt)
         click.echo(
             f"{label:38s}{1e3 * statistics.median(times[label]):8.3g}"
             f"{ratio(label, 'Adam(foreach=True)'):10.2f}x{ratio(label, 'Adam(fused=True)'):8.2f}x"
-            f"{state:>18s}{ready[label]:10.2f} s"
+            f"{f'{held / 1e6:.1f} MB, {held / size:.3f}x':>18s}{first_call[label]:10.2f} s"
         )
 
 
 def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
-    """What parameters that are not trained add to a step: ideally nothing."""
-    makers: dict[str, Callable[[list[nn.Parameter]], Callable[[], object]]] = {
-        "StormPlus": lambda params: ours(params)[1],
-        "Untuned": lambda params: Untuned(params).step,
-        "SGD(momentum=0.9)": lambda params: torch.optim.SGD(params, lr=1e-6, momentum=0.9).step,
-    }
-    click.echo(f"\n{frozen:,} frozen parameters beside 4 trained ones: a step with them / without")
-    for label, make in makers.items():
+    """Print what frozen parameters add to a step."""
+    click.echo(f"\n{frozen:,} frozen parameters and 4 trainable ones: step with them / without")
+    for label in ("StormPlus (default)", "Untuned (one gradient)", "SGD(momentum=0.9)"):
         steps = {}
         for count in (0, frozen):
             still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(count)]
-            steps[count] = make([*parameters([torch.Size([16])] * 4), *still])
+            trained = parameters([torch.Size([16])] * 4)
+            steps[count] = step_of(OPTIMIZERS[label]([*trained, *still]))
             steps[count]()
         ratios = [_seconds(steps[frozen]) / _seconds(steps[0]) for _ in range(rounds)]
-        click.echo(f"  {label:20s}{statistics.median(ratios):6.2f}x")
+        click.echo(f"  {label:24s}{statistics.median(ratios):6.2f}x")
 
 
 def peaks() -> None:
-    """The resident set's growth in some steps, beyond the state, in sizes of the model."""
-    if peak(torch.optim.SGD, {}) is None:
+    """Print the peak memory of some steps beyond parameters, gradients and state."""
+    if peak(SGD, {}) is None:
         return
     click.echo(
-        f"\n{TENSORS * ELEMENTS / 1e6:.0f} M parameters in {TENSORS} tensors: peak of memory "
-        "beside parameters, gradients and state, in sizes of the model"
+        f"\n{TENSORS * ELEMENTS / 1e6:.0f} M parameters in {TENSORS} tensors: peak memory beyond "
+        "parameters, gradients and state, in sizes of the model"
     )
     decay = {"weight_decay": 0.1}
     cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-        (StormPlus, {}),
-        (StormPlus, decay),
-        (StormPlus, {"foreach": False}),
-        (StormPlus, {"foreach": False} | decay),
-        (StormPlus, {"foreach": True}),
-        (StormPlus, {"foreach": True} | decay),
-        (StormPlus, {"fused": True}),
+        *((StormPlus, options | more) for options in ({}, {"foreach": False}, {"foreach": True})
+          for more in ({}, decay)),
         (Untuned, {}),
-        (torch.optim.Adam, {"fused": True}),
-        (torch.optim.Adam, {"foreach": True}),
-    ]
+        (Adam, {"fused": True}),
+        (Adam, {"foreach": True}),
+    ]  # fmt: skip
     for cls, options in cases:
         label = ", ".join(f"{name}={value}" for name, value in options.items())
         click.echo(f"  {f'{cls.__name__}({label})':46s}{peak(cls, options):6.2f}")
 
 
 def launch_counts() -> None:
-    """What a step would start on a device, as far as it can be told without one."""
+    """Print launches, syncs and copies of a step on a simulated GPU without Triton."""
     shapes = [p.shape for p in resnet34(1000).parameters()]
-    click.echo(f"\nKernel launches a step on a device, ResNet34's {len(shapes)} tensors, counted")
-    makers: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
-        "StormPlus(foreach=True), a pair": lambda p: StormPlus(p, foreach=True, check_finite=False),
-        "StormPlus(fused=True), a pair": lambda p: StormPlus(p, fused=True, check_finite=False),
-        "Adam(foreach=True)": lambda p: torch.optim.Adam(p, foreach=True),
+    cases: dict[str, tuple[Callable[..., torch.optim.Optimizer], torch.dtype]] = {
+        "Untuned": (Untuned, torch.float32),
+        "Untuned(state_dtype=bfloat16)": (
+            partial(Untuned, state_dtype=torch.bfloat16),
+            torch.float32,
+        ),
+        "Untuned, bfloat16 parameters": (Untuned, torch.bfloat16),
+        "StormPlus, a pair": (StormPlus, torch.float32),
+        "StormPlus(check_finite=False), a pair": (
+            partial(StormPlus, check_finite=False),
+            torch.float32,
+        ),
+        "Adam(foreach=True)": (partial(Adam, foreach=True), torch.float32),
+        "Adam(fused=True)": (partial(Adam, fused=True), torch.float32),
     }
-    for label, make in makers.items():
-        click.echo(f"  {label:46s}{launches(make, shapes):6d}")
-
-
-def _seconds(run: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+    click.echo(f"\nPer step on a simulated GPU without Triton, ResNet34's {len(shapes)} tensors")
+    click.echo(" " * 38 + f"{'launches':>10s}{'syncs':>7s}{'H2D':>5s}{'D2H':>5s}")
+    for label, (make, dtype) in cases.items():
+        counts = device_counts(make, shapes, dtype=dtype)
+        columns = f"{counts.launches:10d}{counts.syncs:7d}{counts.h2d:5d}{counts.d2h:5d}"
+        click.echo(f"{label:38s}{columns}")
 
 
 def share_of_training(rounds: int) -> None:
-    """The optimizer's part of a whole training step of ResNet34 on CIFAR-sized images."""
+    """Print the optimizer's share of a training step of ResNet34 on CIFAR-sized images."""
     torch.manual_seed(0)
     model = resnet34()
     x, y = torch.randn(100, 3, 32, 32), torch.randint(10, (100,))
-    click.echo("\nResNet34, a batch of 100 images of 32x32: share of a training step")
-    makers: dict[str, Callable[[], Any]] = {
-        "StormPlus, two gradients": lambda: StormPlus(model.parameters(), lr=1e-6),
-        "StormPlus(fused=True)": lambda: StormPlus(model.parameters(), lr=1e-6, fused=True),
-        "Untuned, one gradient": lambda: Untuned(model.parameters()),
-        "Adam(fused=True)": lambda: torch.optim.Adam(model.parameters(), lr=1e-6, fused=True),
-    }
-    for label, make in makers.items():
-        opt = make()
+    click.echo("\nResNet34, a batch of 100 images of 32x32: optimizer's share of a training step")
+    for label in ("StormPlus (default)", "Untuned (one gradient)", "Adam(fused=True)"):
+        opt: Any = OPTIMIZERS[label](model.parameters())
         inside = 0.0
 
         def closure() -> Tensor:
@@ -215,45 +187,24 @@ def share_of_training(rounds: int) -> None:
         click.echo(f"  {label:28s}{100 * statistics.median(shares):5.1f}%  (a step: {total:.2f} s)")
 
 
-def profiles(rounds: int) -> None:
-    """Where a step's time goes: StormPlus on ResNet34's shapes, Untuned on few weights."""
-    _, pair = ours(parameters([p.shape for p in resnet34(1000).parameters()]))
-    _profile("StormPlus on ResNet34's shapes", pair, rounds)
-    small = parameters([p.shape for p in small_perceptron().parameters()])
-    _profile("Untuned on a small perceptron", Untuned(small).step, 25 * rounds)
-
-
-def _profile(name: str, run: Callable[[], object], rounds: int) -> None:
-    for _ in range(3):
-        run()
-    profiler = cProfile.Profile()
-    profiler.enable()
-    for _ in range(rounds):
-        run()
-    profiler.disable()
-    entries = sorted(profiler.getstats(), key=lambda entry: -entry.inlinetime)
-    total = sum(entry.inlinetime for entry in entries)
-    click.echo(f"\n{name}: share of the time inside each function")
-    for entry in entries[:9]:
-        title = entry.code if isinstance(entry.code, str) else entry.code.co_qualname
-        click.echo(f"  {100 * entry.inlinetime / total:5.1f}%  {title}")
+def _seconds(run: Step) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 @click.command(name="bench-step")
 @click.option("--quick", is_flag=True, help="Smaller tensors, fewer rounds.")
-@click.option("--profile", is_flag=True, help="Only show where the time of a step goes.")
-def bench_step(quick: bool, profile: bool) -> None:
-    """Time a step of STORM+ against Adam and SGD, gradients excluded; print ratios."""
+def bench_step(quick: bool) -> None:
+    """Time a step of STORM+ and Untuned against Adam and SGD, gradients excluded."""
     click.echo(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"{platform.machine()} {platform.processor() or ''}, {os.cpu_count()} cores"
     )
-    if profile:
-        return profiles(40)
     rounds = 3 if quick else 15
-    compare("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
-    compare("a small perceptron", [p.shape for p in small_perceptron().parameters()], rounds)
-    compare("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds)
+    step_times("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
+    step_times("a small perceptron", [p.shape for p in small_perceptron().parameters()], rounds)
+    step_times("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds)
     peaks()
     launch_counts()
     frozen_parameters(20 * rounds)

@@ -1,8 +1,8 @@
-"""An optimizer of one's own: `stormplus compare SUITE --solver FILE`."""
+"""A user's optimizer: `stormplus compare SUITE --solver FILE`."""
 
 import torch
 
-name, rates = "Mine", [0.002, 0.01]  # the first rate is its default
+name, rates = "Mine", [0.002, 0.01]  # the first rate is the default
 
 
 def make(parameters, lr):

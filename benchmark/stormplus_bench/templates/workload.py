@@ -1,4 +1,4 @@
-"""A model of one's own: `stormplus compare SUITE --workload FILE`."""
+"""A user's model: `stormplus compare SUITE --workload FILE`."""
 
 import torch
 from torch import nn

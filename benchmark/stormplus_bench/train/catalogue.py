@@ -1,7 +1,4 @@
-"""The workloads that there are: smooth problems, and networks on real images and text.
-
-Data too large to ship is read from the folder `$STORMPLUS_DATA`.
-"""
+"""The workloads of the benchmark: smooth problems, and networks on images and text."""
 
 from __future__ import annotations
 
@@ -27,18 +24,16 @@ from stormplus.theory.problems import (
 )
 from stormplus_bench import data
 from stormplus_bench.train import networks
-from stormplus_bench.train.workload import FRACTIONS, Network, Smooth, Workload
+from stormplus_bench.train.workload import Network, Smooth, Workload
 
 SMOOTH_BUDGET = 1500
 SMOOTH_BATCH = 16
-PAPER_BATCH = 100
-CIFAR_MEAN = (0.4914, 0.4822, 0.4465)
-CIFAR_STD = (0.2470, 0.2435, 0.2616)
+CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Split = tuple[Tensor, Tensor]
 
 
 def or_reason(make: Callable[[], Workload], budget: int | None = None) -> dict[str, Any]:
-    """A workload whose data is not there is skipped with the reason, not an error."""
+    """Return the workload, or the reason to skip it if its data is missing."""
     try:
         workload = make()
     except data.MissingData as missing:
@@ -48,7 +43,7 @@ def or_reason(make: Callable[[], Workload], budget: int | None = None) -> dict[s
 
 
 def set_budget(workload: Workload, budget: int | None) -> None:
-    """Another budget is another workload, with a name of its own."""
+    """Change the budget, and the name with it."""
     if budget and budget != workload.budget:
         workload.budget = budget
         workload.name = f"{workload.name} ({budget} evaluations)"
@@ -85,7 +80,7 @@ def logistic_digits() -> Smooth:
 
 
 def phase_retrieval() -> Smooth:
-    """One digit from Gaussian intensities; unseen measurements for validation."""
+    """One digit from Gaussian intensities; other measurements validate."""
     truth = digit_image(0).ravel()
     truth = truth / np.sqrt((truth * truth).mean())
     rng = np.random.default_rng(0)
@@ -98,12 +93,12 @@ def phase_retrieval() -> Smooth:
 
 
 def nmf() -> Smooth:
-    """Every column has a code of its own: nothing is left unseen."""
+    """Each column has its own code, so there is no validation data."""
     return Smooth("nmf", digits_nmf(), budget=SMOOTH_BUDGET)
 
 
 def matrix_completion() -> Smooth:
-    """An image from half of its pixels; the other half for validation."""
+    """An image from half of its pixels; the other half validates."""
     image = sample_image("china", shrink=8)
     mask = np.random.default_rng(0).random(image.shape) < 0.5
     seen, unseen = (
@@ -132,10 +127,11 @@ def digits(model: str) -> Network:
     return Network(
         f"{model}-digits",
         {"mlp": networks.mlp, "cnn": networks.digits_cnn}[model],
+        classes_loss,
         (images[train], labels[train]),
-        (images[valid], labels[valid]),
-        budget=1500,
-        batch_size=32,
+        1500,
+        valid=(images[valid], labels[valid]),
+        measures=classes_measures,
         full_grad=True,
     )
 
@@ -143,103 +139,57 @@ def digits(model: str) -> Network:
 def mnist(model: str) -> Network:
     train, valid = pictures("mnist")
     if model == "cnn":
-        return Network(
-            "cnn-mnist",
-            networks.mnist_cnn,
-            train,
-            valid,
-            budget=1200,
-            batch_size=64,
-            prepare=_unit,
-            full_grad=True,
-        )
+        loss, measures = on_prepared(classes_loss, _unit), on_prepared(classes_measures, _unit)
+        make = networks.mnist_cnn
+    else:
+        loss, measures = _pixels, None
+        make = networks.autoencoder
     return Network(
-        "autoencoder-mnist",
-        networks.autoencoder,
-        (train[0], train[0]),
-        (valid[0], valid[0]),
-        budget=1200,
+        f"{model}-mnist",
+        make,
+        loss,
+        train,
+        1200,
+        valid=valid,
         batch_size=64,
-        prepare=_unit,
-        criterion=_pixels,
-        classes=False,
+        measures=measures,
         full_grad=True,
     )
 
 
 def cifar10(model: str) -> Network:
-    train, valid = pictures("cifar10")
-    make: Callable[[], nn.Module]
-    make, budget = {
-        "bncnn": (networks.batchnorm_cnn, 800),
-        "resnet": (networks.small_resnet, 400),
-    }[model]
-    workload = Network(
-        f"{model}-cifar10",
+    makes = {"bncnn": networks.batchnorm_cnn, "resnet": networks.small_resnet}
+    workload = on_cifar10(f"{model}-cifar10", makes[model], {"bncnn": 800, "resnet": 400}[model])
+    workload.measured = {"bncnn": 1000, "resnet": 500}[model]  # a forward pass is expensive
+    return workload
+
+
+def on_cifar10(
+    name: str,
+    make: Callable[[], nn.Module],
+    budget: int,
+    choose: Callable[[Split], Split] = lambda examples: examples,
+) -> Network:
+    """A classifier on CIFAR-10, or on the examples that `choose` returns."""
+    train, valid = map(choose, pictures("cifar10"))
+    return Network(
+        name,
         make,
+        on_prepared(classes_loss, standard),
         train,
-        valid,
-        budget=budget,
-        batch_size=32,
-        prepare=standard,
+        budget,
+        valid=valid,
+        measures=on_prepared(classes_measures, standard),
     )
-    workload.measured = 1000 if model == "bncnn" else 500  # a forward pass of the other is dear
-    return workload
-
-
-def course(images: int, epochs: int) -> Network:
-    """The paper's experiment to its end, on few images, as many of each class.
-
-    The budget counts samples, so that every method sees so many epochs.
-    """
-    (inputs, targets), valid = pictures("cifar10")
-    chosen = balanced(targets, images)
-    workload = Network(
-        f"resnet34-cifar10 ({images} images, {epochs} epochs)",
-        networks.resnet34,
-        (inputs[chosen], targets[chosen]),
-        valid,
-        budget=epochs * images // PAPER_BATCH,
-        batch_size=PAPER_BATCH,
-        prepare=standard,
-    )
-    workload.counts = "samples"
-    if images >= 1000:  # else it is run to see that it runs
-        workload.measured = len(valid[0])  # all of both
-    workload.resumes = workload.watches = True
-    return workload
 
 
 def balanced(targets: Tensor, count: int) -> Tensor:
-    """The places of the first examples of each class, as many of each, in order."""
+    """Return the indices of the first examples of each class, equally many, in order."""
     classes = int(targets.max()) + 1
     if count % classes:
         raise ValueError(f"images must be a multiple of {classes} classes, got {count}")
     places = [torch.nonzero(targets == k)[: count // classes, 0] for k in range(classes)]
     return torch.cat(places).sort().values
-
-
-def paper(images: int, budget: int) -> Network:
-    """The paper's experiment: ResNet34 on CIFAR-10, batches of 100, no augmentation."""
-    (inputs, targets), valid = pictures("cifar10")
-    workload = Network(
-        f"resnet34-cifar10 ({images} images, {budget} evaluations)",
-        networks.resnet34,
-        (inputs[:images], targets[:images]),
-        valid,
-        budget=budget,
-        batch_size=PAPER_BATCH,
-        prepare=standard,
-    )
-    if images < len(inputs):  # a sweep: the end is what ranks
-        workload.measured, workload.fractions = min(1000, images), (0, 1)
-    elif budget < 1000:
-        workload.measured = 1000
-    else:
-        workload.fractions = tuple(sorted({*FRACTIONS, *np.linspace(0, 1, 21)}))
-    if budget >= 5000:  # a GPU: the whole test set
-        workload.measured = 10_000
-    return workload
 
 
 def shakespeare() -> Network:
@@ -253,15 +203,18 @@ class Characters(Network):
 
     def __init__(self, text: data.Text) -> None:
         train, valid = (torch.as_tensor(part) for part in (text.train, text.test))
-        fixed = [
+        fixed_train, fixed_valid = (
             self._windows(part, torch.arange(100) * (len(part) // 101)) for part in (train, valid)
-        ]
+        )
         super().__init__(
             "gpt-shakespeare",
             lambda: networks.GPT(len(text.vocabulary), self.length),
-            *fixed,
-            budget=1000,
+            classes_loss,
+            fixed_train,
+            1000,
+            valid=fixed_valid,
             batch_size=8,
+            measures=classes_measures,
         )
         self.text = train
         self.batches = math.ceil(len(train) / self.length / self.batch_size)
@@ -293,16 +246,33 @@ def _unit(x: Tensor) -> Tensor:
 
 
 def standard(x: Tensor) -> Tensor:
-    mean, std = torch.tensor(CIFAR_MEAN)[:, None, None], torch.tensor(CIFAR_STD)[:, None, None]
+    mean, std = (x.new_tensor(v, dtype=torch.float32)[:, None, None] for v in CIFAR_MEAN_STD)
     return (x.float() / 255 - mean) / std
 
 
-def _pixels(logits: Tensor, target: Tensor) -> Tensor:
-    """Cross entropy of pixels, summed over the image and divided by its size."""
-    return F.binary_cross_entropy_with_logits(logits, _unit(target).flatten(1))
+def classes_loss(model: nn.Module, batch: Split) -> Tensor:
+    return F.cross_entropy(model(batch[0]), batch[1])
 
 
-# All of them, by name.
+def classes_measures(model: nn.Module, batch: Split) -> dict[str, Tensor]:
+    """Cross entropy and accuracy from one forward pass."""
+    logits, targets = model(batch[0]), batch[1]
+    accuracy = (logits.argmax(1) == targets).double().mean()
+    return {"loss": F.cross_entropy(logits, targets), "accuracy": accuracy}
+
+
+def on_prepared(of: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
+    """Return the function on batches whose inputs `prepare` turns from bytes into floats."""
+    return lambda model, batch: of(model, (prepare(batch[0]), batch[1]))
+
+
+def _pixels(model: nn.Module, batch: Split) -> Tensor:
+    """Binary cross entropy of reconstructed pixels, averaged over the image."""
+    images = _unit(batch[0])
+    return F.binary_cross_entropy_with_logits(model(images), images.flatten(1))
+
+
+# By name.
 EVERY: dict[str, Callable[[], Workload]] = {
     **SMOOTH,
     "mlp-digits": partial(digits, "mlp"),

@@ -1,6 +1,6 @@
-"""The workloads of the tier `long`: thousands of steps, augmented images, fine-tuning.
+"""The workloads of the suite `long`: thousands of steps, augmented images, fine-tuning.
 
-Two of them, the ViT and the low-rank changes, are held out: no decision on `Untuned` has used them.
+The ViT and LoRA are held out: no decision on `Untuned` has used them.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from stormplus_bench.train import catalogue, networks
-from stormplus_bench.train.catalogue import Split
+from stormplus_bench.train.catalogue import Split, on_cifar10
 from stormplus_bench.train.workload import Network
 
-# Long runs are measured less often; 0.7 is where the target of the performance profiles is.
+# Fewer measurements; the target of the performance profiles is read off at 0.7.
 FRACTIONS = (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)
 HALF = 5  # of the classes
 RANK = 4
@@ -39,30 +39,30 @@ def autoencoder() -> Network:
 
 
 def resnet() -> Network:
-    return _on_cifar10("resnet-cifar10-long", networks.small_resnet, budget=8000, augmented=True)
+    return _augmented("resnet-cifar10-long", networks.small_resnet, 8000)
 
 
 def vit() -> Network:
-    return _on_cifar10("vit-cifar10", networks.ViT, budget=5000, augmented=True)
+    return _augmented("vit-cifar10", networks.ViT, 5000)
 
 
 def finetune() -> Network:
-    """All weights of a network that knows the other half of the classes, with a new last layer."""
+    """All weights of a network trained on the other half of the classes, with a new last layer."""
 
     def make() -> nn.Module:
         return nn.Sequential(*_body().children(), nn.Linear(1024, HALF))
 
-    return _on_cifar10("finetune-cifar10", make, budget=4000, half=1)
+    return _long(on_cifar10("", make, 4000, _second_half), "finetune-cifar10", 4000)
 
 
 def lora() -> Network:
-    """The same with its weights frozen, their changes of low rank, B = 0 at the start."""
+    """The same network frozen, with low-rank changes; B = 0 at the start."""
 
     def make() -> nn.Module:
         body = networks.add_low_rank(_body(), RANK)
         return nn.Sequential(*body.children(), nn.Linear(1024, HALF))
 
-    return _on_cifar10("lora-cifar10", make, budget=4000, half=1)
+    return _long(on_cifar10("", make, 4000, _second_half), "lora-cifar10", 4000)
 
 
 LONG: dict[str, Callable[[], Network]] = {
@@ -75,48 +75,31 @@ LONG: dict[str, Callable[[], Network]] = {
 }
 
 
-def _on_cifar10(
-    name: str,
-    make: Callable[[], nn.Module],
-    *,
-    budget: int,
-    augmented: bool = False,
-    half: int | None = None,
-) -> Network:
-    train, valid = catalogue.pictures("cifar10")
-    if half is not None:
-        train, valid = (_classes(part, half) for part in (train, valid))
-    workload = Network(
-        name,
-        make,
-        train,
-        valid,
-        budget=budget,
-        batch_size=32,
-        prepare=catalogue.standard,
-    )
-    if augmented:
-        workload.augment = crops_and_flips
+def _augmented(name: str, make: Callable[[], nn.Module], budget: int) -> Network:
+    workload = on_cifar10(name, make, budget)
+    workload.augment = crops_and_flips
     return _long(workload, name, budget)
 
 
 def _classes(examples: Split, half: int) -> Split:
-    """The examples of the first or the second half of the classes, counted from 0."""
+    """Return the examples of the first (0) or second (1) half of the classes, relabelled from 0."""
     inputs, targets = examples
     chosen = targets // HALF == half
     return inputs[chosen], targets[chosen] % HALF
 
 
+_first_half, _second_half = (partial(_classes, half=half) for half in (0, 1))
+
+
 def _body() -> nn.Module:
-    """A copy of the trained network without its last layer."""
+    """Return a copy of the trained network without its last layer."""
     return nn.Sequential(*list(copy.deepcopy(_trained()).children())[:-1])
 
 
 @lru_cache
 def _trained() -> nn.Sequential:
-    """The network to fine-tune: trained on the first half of the classes, once a process."""
-    make = partial(networks.batchnorm_cnn, HALF)
-    workload = _on_cifar10("", make, budget=TRAINED, half=0)
+    """Return the network to fine-tune, trained on the first half of the classes."""
+    workload = on_cifar10("", partial(networks.batchnorm_cnn, HALF), TRAINED, _first_half)
     model = workload.model(0)
     assert isinstance(model, nn.Sequential)
     model.train()
@@ -129,7 +112,7 @@ def _trained() -> nn.Sequential:
 
 
 def crops_and_flips(images: Tensor, generator: Generator) -> Tensor:
-    """Each image moved by up to 4 pixels, black at the edge, and mirrored or not."""
+    """Shift each image by up to 4 pixels, black at the edge, and mirror half of them."""
     count, channels, height, width = images.shape
     padded = F.pad(images, (4, 4, 4, 4))
     down, right = torch.randint(9, (2, count, 1), generator=generator)

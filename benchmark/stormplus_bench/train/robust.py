@@ -1,7 +1,7 @@
-"""Ordinary models that have broken an optimizer, or could: what `stormplus robust` runs.
+"""The cases of `stormplus robust`: small models that have broken an optimizer, or could.
 
-Each is small enough for seconds on one core. A case is a workload without validation: its value
-is the loss over all that it draws from.
+Each takes seconds on one core. A case has no validation data; its value is the loss over
+everything that it samples from.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
-from itertools import pairwise
+from itertools import count, pairwise
 from typing import Any
 
 import torch
@@ -18,20 +18,21 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from stormplus_bench.train.networks import add_low_rank
-from stormplus_bench.train.workload import Workload
+from stormplus_bench.train.workload import Workload, seeded
 
 
 class Case(Workload):
     """One case.
 
     Args:
-        steps: How many gradients a run takes.
-        make: The model at its start.
-        draw: The sample of step t = 1, 2, ..., with a generator.
+        steps: Gradients of a run.
+        make: Makes the model.
+        draw: Returns the sample of step t = 1, 2, ..., with a generator.
         loss: Of the model and a sample.
-        value: What the model is judged by.
-        chance: The value of a model that has learned nothing; of a walk, how far it may lead.
-        walk: Whether there is nothing to learn: the value is how far the weights have gone.
+        value: Final measure of the model.
+        chance: The value of a model that has learned nothing; of a walk, the largest distance.
+        walk: Whether there is nothing to learn, and the value is the distance of the weights from
+            their start relative to their norm.
     """
 
     batches = batch_size = measured = 1
@@ -52,15 +53,11 @@ class Case(Workload):
         self._make, self._draw, self._loss, self._value = make, draw, loss, value
 
     def model(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return self._make()
+        return seeded(self._make, seed)
 
     def samples(self, seed: int) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(1000 + seed)
-        t = 0
-        while True:
-            t += 1
+        for t in count(1):
             yield self._draw(t, generator)
 
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
@@ -75,14 +72,12 @@ class Case(Workload):
 
 
 def fixed(seed: int) -> Generator:
-    """The generator of a task, which is the same for every run."""
+    """Return the generator of a task, the same for every run."""
     return torch.Generator().manual_seed(seed)
 
 
-# -- tokens: nn.Embedding's N(0, 1) weights in front of Linear layers ------------------------------
-
-
 def _tokens(vocabulary: int, activation: str, scale: float) -> nn.Module:
+    """nn.Embedding's N(0, 1) weights, scaled, and three linear layers."""
     act = {"relu": nn.ReLU, "gelu": nn.GELU}[activation]
     embedding = nn.Embedding(vocabulary, 64)
     with torch.no_grad():
@@ -93,7 +88,7 @@ def _tokens(vocabulary: int, activation: str, scale: float) -> nn.Module:
 
 
 def permutation(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
-    """Every token has one successor."""
+    """Predict the one successor of each token."""
     after = torch.randperm(vocabulary, generator=fixed(100))
     return Case(
         steps,
@@ -112,7 +107,7 @@ def _chain(vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def markov(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
-    """A Markov chain: most of the loss cannot be learned, and rare classes push the head about."""
+    """A Markov chain: most of the loss is noise, and rare classes give the head large gradients."""
     odds, sums = _chain(vocabulary)
 
     def draw(_: int, generator: Generator) -> tuple[Tensor, Tensor]:
@@ -131,9 +126,6 @@ def markov(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
         value,
         math.log(vocabulary),
     )
-
-
-# -- digits ----------------------------------------------------------------------------------------
 
 
 @lru_cache
@@ -159,7 +151,7 @@ def on_digits(
     batch_size: int = 32,
     factor: Callable[[int], float] = lambda t: 1.0,
 ) -> Case:
-    """Digits; the loss of step t is multiplied by `factor(t)`."""
+    """Digits, with the loss of step t multiplied by `factor(t)`."""
     x, y = _digits()
     case = Case(
         steps,
@@ -175,24 +167,24 @@ def on_digits(
     return case
 
 
+def _zeroed(module: nn.Module) -> nn.Module:
+    for p in module.parameters():
+        nn.init.zeros_(p)
+    return module
+
+
 def zero_last() -> nn.Module:
     model = plain()
-    return _zeroed(model, list(model[-1].parameters()))
-
-
-def zero_all() -> nn.Module:
-    model = nn.Linear(64, 10)
-    return _zeroed(model, list(model.parameters()))
-
-
-def _zeroed(model: nn.Module, parameters: list[nn.Parameter]) -> nn.Module:
-    for p in parameters:
-        nn.init.zeros_(p)
+    _zeroed(model[-1])
     return model
 
 
+def zero_all() -> nn.Module:
+    return _zeroed(nn.Linear(64, 10))
+
+
 def unbalanced() -> nn.Module:
-    """The same function as before, with weights of very different sizes."""
+    """The same function as `plain`, with weights of very different sizes."""
     model = plain()
     first, second = model[0], model[2]
     assert isinstance(first, nn.Linear)
@@ -206,9 +198,6 @@ def unbalanced() -> nn.Module:
 
 def low_rank() -> nn.Module:
     return add_low_rank(plain(), rank=4)
-
-
-# -- the rest --------------------------------------------------------------------------------------
 
 
 def factorisation() -> Case:
@@ -235,7 +224,7 @@ def factorisation() -> Case:
 
 
 def rare_rows() -> Case:
-    """A thousand rows, one a step; every row has a target of its own."""
+    """A thousand rows with one target each, one row per step."""
     goal = torch.randn(1000, 4, generator=fixed(4))
 
     def loss(model: Any, i: Tensor) -> Tensor:
@@ -253,29 +242,29 @@ def rare_rows() -> Case:
 
 def rare_network() -> Case:
     """Tokens 0 to 9 in every step; each of a thousand others once in a thousand steps."""
-    count = 1010
-    after = torch.randperm(count, generator=fixed(5))
+    tokens = 1010
+    after = torch.randperm(tokens, generator=fixed(5))
 
     def draw(t: int, generator: Generator) -> Tensor:
         often = torch.randint(10, (63,), generator=generator)
         return torch.cat([often, torch.tensor([10 + t % 1000])])
 
-    def value(model: nn.Module) -> Tensor:  # what is trained on: a rare token is one of 64
-        each = F.cross_entropy(model(torch.arange(count)), after, reduction="none")
+    def value(model: nn.Module) -> Tensor:  # as sampled: one of 64 tokens is a rare one
+        each = F.cross_entropy(model(torch.arange(tokens)), after, reduction="none")
         return (63 * each[:10].mean() + each[10:].mean()) / 64
 
     return Case(
         3000,
-        partial(_tokens, count, "relu", 1.0),
+        partial(_tokens, tokens, "relu", 1.0),
         draw,
         lambda model, i: F.cross_entropy(model(i), after[i]),
         value,
-        math.log(count),
+        math.log(tokens),
     )
 
 
 def bag_of_words() -> Case:
-    """A wide sparse linear layer: the hard case for a ceiling on a tensor's distance."""
+    """A wide sparse linear layer: hard for a bound on a tensor's distance."""
     words, generator = 20_000, fixed(8)
     truth = torch.randn(words, generator=generator)
     odds = 1 / torch.arange(10.0, words + 10)  # Zipf
@@ -303,7 +292,7 @@ def bag_of_words() -> Case:
 
 
 class Walker(nn.Module):
-    """Weights that have no task, and where they began."""
+    """Weights without a task, and their initial values."""
 
     origin: Tensor
 
@@ -316,43 +305,30 @@ class Walker(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def _gone(model: Any) -> Tensor:
-    """How far the weights have gone, as a multiple of their size at the start."""
-    gone: Tensor = (model.weight - model.origin).norm() / model.origin.norm()
-    return gone
+def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
+    def distance(model: Any) -> Tensor:
+        found: Tensor = (model.weight - model.origin).norm() / model.origin.norm()
+        return found
+
+    return Case(steps, Walker, draw, lambda model, g: model(g), distance, furthest, walk=True)
 
 
 def constant_gradient() -> Case:
-    """The distance must not feed itself: steps of R / sqrt(t) lead 2 sqrt(T) R away at most."""
+    """The step size must not grow with the distance: R / sqrt(t) leads at most 2 sqrt(T) R away."""
     steps = 10_000
-    return Case(
-        steps,
-        Walker,
-        lambda *_: torch.ones(1000),
-        lambda model, gradient: model(gradient),
-        _gone,
-        2 * math.sqrt(steps),
-        walk=True,
-    )
+    return _walk(steps, lambda *_: torch.ones(1000), 2 * math.sqrt(steps))
 
 
 def pure_noise() -> Case:
-    """The steps must fall: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
+    """The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
     steps = 30_000
-    return Case(
-        steps,
-        Walker,
-        lambda _, generator: torch.randn(1000, generator=generator),
-        lambda model, gradient: model(gradient),
-        _gone,
-        math.sqrt(1 + math.log(steps)),
-        walk=True,
-    )
+    furthest = math.sqrt(1 + math.log(steps))
+    return _walk(steps, lambda _, generator: torch.randn(1000, generator=generator), furthest)
 
 
 def _steps(vocabulary: int, activation: str) -> int:
     if vocabulary == 2000:
-        return 1500  # nobody has learned anything before
+        return 1500  # no method learns anything in fewer steps
     return 1000 if activation == "relu" else 500
 
 
@@ -390,7 +366,7 @@ CASES |= {
 
 
 def case(name: str) -> Case:
-    """A case by its name."""
+    """Return a case by its name."""
     found = CASES[name]()
     found.name = name
     return found

@@ -1,25 +1,27 @@
-"""The base of every solver: train to each checkpoint, measure, stop at the budget."""
+"""Base classes of the benchopt solvers: train to each checkpoint, measure, stop at the budget."""
 
 from __future__ import annotations
 
+import math
 import os
 from abc import abstractmethod
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
 from benchopt import BaseSolver
 
 from stormplus_bench import rows
-from stormplus_bench.train.steppers import Stepper, TwoGradients
-from stormplus_bench.train.training import Training, part_file
+from stormplus_bench.train.steppers import OneGradient, Scheduled, Stepper, TwoGradients
+from stormplus_bench.train.training import Training
 from stormplus_bench.train.workload import Workload
 
 
 class TorchSolver(BaseSolver):
-    """A solver says its `label`, its documented `default_lr`, and its `stepper`.
+    """A solver with a `label` for tables, a documented `default_lr` and a `stepper`.
 
-    `lr=None` is the documented default; `default` in the results says when that was run.
+    `lr=None` selects the default.
     """
 
     sampling_strategy = "callback"
@@ -27,50 +29,43 @@ class TorchSolver(BaseSolver):
     requirements = ["pip::stormplus-bench"]
     label: str
     default_lr: float
-    price = 1  # gradients of a step, for projections
 
     @property
     def method(self) -> str:
+        """The name in rows, tables and figures."""
         return self.label
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of this run."""
+        return self.default_lr if self.lr is None else self.lr
 
     @abstractmethod
     def stepper(self, training: Training, lr: float) -> Stepper:
-        """How this method takes a step, at the given learning rate."""
+        """Return how this method takes a step at the given learning rate."""
 
     def applies(self, workload: Workload) -> tuple[bool, str | None]:
-        """Whether to skip the workload, and why."""
+        """Return whether to skip the workload, and why."""
         return False, None
 
     def skip(self, workload: Workload, seed: int) -> tuple[bool, str | None]:
         journal = os.environ.get("STORMPLUS_ROWS")
-        lr = self.default_lr if self.lr is None else self.lr
-        if journal and (workload.name, self.method, lr, seed) in _done(journal):
+        if journal and (workload.name, self.method, self.rate, seed) in _keys(journal):
             return True, "already in the journal"
         return self.applies(workload)
 
     def set_objective(self, workload: Workload, seed: int) -> None:
         self.workload, self.seed = workload, seed
-        self.run_info: dict[str, Any] = {
-            "method": self.method,
-            "lr": self.default_lr if self.lr is None else self.lr,
-            "default": self.lr is None or self.lr == self.default_lr,
-        }
+        is_default = self.rate == self.default_lr
+        self.run_info = {"method": self.method, "lr": self.rate, "default": is_default}
 
     def run(self, callback: Callable[[], bool]) -> None:
-        # One thread by default: two runs side by side, and the same sums on every machine.
         torch.set_num_threads(int(os.environ.get("STORMPLUS_THREADS", "1")))
-        lr = self.run_info["lr"]
-        self.training = Training(self.workload, lambda t: self.stepper(t, lr), self.seed)
-        journal = os.environ.get("STORMPLUS_ROWS") if self.workload.resumes else None
-        part = journal and part_file(journal, (self.workload.name, self.method, lr, self.seed))
-        if part and part.exists():
-            self.training.restore(part)
-        for target in self.workload.checkpoints[len(self.training.curve["samples"]) :]:
+        self.training = Training(self.workload, lambda t: self.stepper(t, self.rate), self.seed)
+        for target in self.workload.checkpoints:
             self.training.advance(target)
             if not callback() or self.training.status == "diverged":
                 return
-            if part and target < self.workload.budget:
-                self.training.save(part)
 
     def get_next(self, stop_val: int) -> int:
         return stop_val + 1  # every checkpoint is measured
@@ -79,31 +74,53 @@ class TorchSolver(BaseSolver):
         return {"training": self.training, "run": self.run_info}
 
 
-class StormSolver(TorchSolver):
-    """One of this library's optimizers, `optimizer`, with either norm."""
+class OneGradientSolver(TorchSolver):
+    """A torch optimizer with one gradient per step; `cosine` adds a schedule that ends at zero."""
 
-    parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "norm": ["raw", "mean"]}
+    parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "cosine": [False]}
+    optimizer: Callable[..., Any]
+    options: ClassVar[dict[str, Any]] = {}
+    warmup = 0.0  # share of the budget in which the rate rises, with `cosine`
+
+    @property
+    def method(self) -> str:
+        return f"{self.label} cosine" if self.cosine else self.label
+
+    def stepper(self, training: Training, lr: float) -> Stepper:
+        optimizer = type(self).optimizer(training.parameters, lr=lr, **self.options)
+        if self.cosine:
+            return Scheduled(optimizer, training.workload.budget, self.warmup)
+        return OneGradient(optimizer)
+
+
+class StormSolver(TorchSolver):
+    """An optimizer with two gradients per step; `unit` as in the optimizer, or "mean".
+
+    With "mean" the rule sees mean squares over the n coordinates instead of squared norms, as in
+    the authors' code: the unit is sqrt(n), and lr is multiplied by it.
+    """
+
+    parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "unit": [1.0]}
     default_lr = 1.0
-    price = 2
     optimizer: Callable[..., torch.optim.Optimizer]
 
     @property
     def method(self) -> str:
-        return self.label if self.norm == "raw" else f"{self.label} {self.norm}"
+        return self.label if self.unit == 1 else f"{self.label} {self.unit}"
 
     def stepper(self, training: Training, lr: float) -> Stepper:
-        optimizer = type(self).optimizer(training.model.parameters(), lr, norm=self.norm)
-        return TwoGradients(optimizer)
+        options = {} if self.unit == 1 else {"unit": self.unit}
+        if self.unit == "mean":
+            root = math.sqrt(sum(p.numel() for p in training.parameters))
+            lr, options = lr * root, {"unit": root}
+        return TwoGradients(type(self).optimizer(training.parameters, lr, **options))
 
 
-_seen: dict[str, tuple[float, set[Any]]] = {}
+def _keys(journal: str) -> set[rows.Key]:
+    """Return the finished runs in the journal; read it again only if it has grown."""
+    return _keys_at(journal, os.path.getsize(journal)) if os.path.exists(journal) else set()
 
 
-def _done(journal: str) -> set[Any]:
-    """The journal's keys, read again when it has grown."""
-    if not os.path.exists(journal):
-        return set()
-    size = os.path.getsize(journal)
-    if journal not in _seen or _seen[journal][0] != size:
-        _seen[journal] = (size, rows.keys(journal))
-    return _seen[journal][1]
+@lru_cache(maxsize=1)
+def _keys_at(journal: str, _size: int) -> set[rows.Key]:
+    return rows.keys(journal)

@@ -1,6 +1,6 @@
-"""How each kind of method takes a step, and which model it would hand to its user.
+"""Steppers: how each kind of method takes a step, and which model it returns to its user.
 
-MARS with its exact correction, and SVRG, are written from their papers.
+MARS (exact version) and SVRG are written from their papers.
 """
 
 from __future__ import annotations
@@ -18,33 +18,25 @@ from stormplus_bench.train.training import Diverged, Training
 
 
 class Stepper(ABC):
-    """A method as a run sees it; `price` is the gradients that a step may take."""
+    """A method in a run; `price` is the largest number of gradients per step."""
 
     price = 1
 
     @abstractmethod
     def step(self, training: Training) -> None:
-        """Take one sample's worth of work."""
+        """Draw a sample and take one step."""
 
     def result(self, training: Training) -> nn.Module:
-        """The model that the method would hand to its user now."""
+        """Return the model that the method would return to its user now."""
         return training.model
 
-    def resume(self) -> None:  # noqa: B027 - most methods have nothing to put back
-        """Go on after `result`."""
-
-    def state_dict(self) -> dict[str, Any] | None:
-        """All that the method needs to go on later; None if it cannot."""
-        return None
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from what `state_dict` gave."""
-        raise RuntimeError(f"{type(self).__name__} gives no state")
+    def resume(self) -> None:  # noqa: B027 - most methods need nothing
+        """Return to training after `result`."""
 
     @property
     @abstractmethod
     def state_mb(self) -> float:
-        """What the method keeps between steps."""
+        """Size of the method's state between steps, in MB."""
 
 
 class OneGradient(Stepper):
@@ -57,13 +49,6 @@ class OneGradient(Stepper):
         training.gradient(training.draw())
         self.optimizer.step()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        found: dict[str, Any] = self.optimizer.state_dict()
-        return found
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.optimizer.load_state_dict(state)
-
     @property
     def state_mb(self) -> float:
         held = [self.optimizer.state, self.optimizer.param_groups]
@@ -72,7 +57,7 @@ class OneGradient(Stepper):
 
 
 def _tensors(held: Any) -> dict[int, Tensor]:
-    """Every tensor in nested dicts and lists, once."""
+    """Return the tensors in nested dicts and lists by id."""
     if isinstance(held, Tensor):
         return {id(held): held}
     parts = held.values() if isinstance(held, dict) else held
@@ -82,12 +67,12 @@ def _tensors(held: Any) -> dict[int, Tensor]:
 
 
 def gradient_of(p: Tensor) -> Tensor:
-    """The gradient that is there; zeros if the loss did not depend on `p`."""
+    """Return the gradient, zeros if there is none."""
     return torch.zeros_like(p) if p.grad is None else p.grad
 
 
 class TwoGradients(OneGradient):
-    """Ours: the closure is called twice on one sample, BatchNorm's statistics move once."""
+    """STORM+: the closure runs twice per sample; BatchNorm's statistics are updated once."""
 
     price = 2
 
@@ -103,7 +88,7 @@ class TwoGradients(OneGradient):
 
 
 class Averaged(OneGradient):
-    """DoG: its authors call averaging of the iterates crucial, and ship the averager."""
+    """DoG with its authors' averager, which they call crucial."""
 
     def __init__(self, optimizer: Any, averager: Any) -> None:
         super().__init__(optimizer)
@@ -112,12 +97,9 @@ class Averaged(OneGradient):
     def step(self, training: Training) -> None:
         try:
             super().step(training)
-        except AssertionError as error:  # how it says that a norm is not a number
+        except AssertionError as error:  # DoG found a NaN
             raise Diverged(str(error)) from error
         self.averager.step()
-
-    def state_dict(self) -> dict[str, Any] | None:
-        return None  # the average is not in the optimizer's
 
     def result(self, training: Training) -> nn.Module:
         return training.model if training.evaluations == 0 else self.averager.averaged_model
@@ -129,12 +111,12 @@ class Averaged(OneGradient):
 
 
 class AtAverage(OneGradient):
-    """Untuned and Schedule-Free: the model to use is not the one that gradients are taken at.
+    """Untuned and Schedule-Free: the result is the average, not where gradients are taken.
 
-    Where there is BatchNorm its statistics are taken anew, as both ask for.
+    BatchNorm's statistics are recomputed there, as both methods ask for.
     """
 
-    calibration = 50  # samples, as Schedule-Free's documentation has it
+    calibration = 50  # samples, as in Schedule-Free's documentation
 
     def __init__(self, optimizer: Any) -> None:
         super().__init__(optimizer)
@@ -158,12 +140,12 @@ class AtAverage(OneGradient):
 
 
 class Scheduled(OneGradient):
-    """A learning rate that rises in a line and falls as a cosine to zero at the end of the budget.
+    """Linear warm-up, then a cosine to zero.
 
     Args:
-        optimizer: Whose rate it is.
-        budget: Steps in all.
-        warmup: The share of them in which the rate rises.
+        optimizer: A torch optimizer.
+        budget: Number of steps.
+        warmup: Share of the steps in which the rate rises.
     """
 
     def __init__(self, optimizer: Any, budget: int, warmup: float) -> None:
@@ -181,23 +163,16 @@ class Scheduled(OneGradient):
         super().step(training)
         self.schedule.step()
 
-    def state_dict(self) -> dict[str, Any] | None:
-        return {"optimizer": super().state_dict(), "schedule": self.schedule.state_dict()}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        super().load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
-
 
 class Mars(Stepper):
-    """MARS-AdamW, exact version (Yuan et al. 2024, Algorithm 2): two gradients a step.
+    """MARS-AdamW, exact version (Yuan et al. 2024, Algorithm 2): two gradients per step.
 
         c_t = g_t + gamma b1 / (1 - b1) (g_t - grad f(x_{t-1}; xi_t)),  clipped to norm 1
         m_t = b1 m + (1 - b1) c_t,  v_t = b2 v + (1 - b2) c_t^2
         x <- x - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay x)
 
-    Defaults of the authors' code: gamma 0.025, betas (0.95, 0.99), eps 1e-8, no decay. The
-    norm is each tensor's own, as there; all tensors are treated alike.
+    Defaults of the authors' code: gamma 0.025, betas (0.95, 0.99), eps 1e-8, no decay. The norm
+    is per tensor, as there.
     """
 
     price = 2
@@ -228,7 +203,7 @@ class Mars(Stepper):
                 p.addcdiv_(self.m[i], root, value=-self.lr / (1 - b1**self.t))
 
     def _gradient_at_previous(self, training: Training, sample: Any) -> list[Tensor]:
-        """Of the new sample, at the iterate before; running statistics stay as they were."""
+        """Return the sample's gradient at the previous iterate; restore running statistics."""
         buffers = [b.clone() for b in training.model.buffers()]
         with torch.no_grad():
             here = [p.detach().clone() for p in self.params]
@@ -249,10 +224,10 @@ class Mars(Stepper):
 
 
 class Svrg(Stepper):
-    """SVRG (Johnson & Zhang 2013): a full gradient at an anchor every pass over the data.
+    """SVRG (Johnson & Zhang 2013): a full gradient at an anchor once per epoch.
 
-    The anchor's gradient is charged as the mini-batches that the training set has. Where the
-    budget no longer allows a new anchor, the old one is kept.
+    The anchor's gradient costs as many evaluations as the training set has mini-batches. The last
+    anchor is kept when the budget does not allow another one.
     """
 
     price = 2
@@ -269,7 +244,7 @@ class Svrg(Stepper):
         if self.left == 0 and (affordable or not self.full):
             self._take_anchor(training)
         sample = training.draw()
-        training.gradient_of(self.anchor, sample)
+        training.gradient(sample, self.anchor)
         training.gradient(sample)
         with torch.no_grad():
             for p, q, full in zip(self.params, self.anchor.parameters(), self.full):

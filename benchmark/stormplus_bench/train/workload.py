@@ -1,24 +1,25 @@
-"""What is trained: a model, a stream of samples, a loss, and what is measured of them.
+"""Workloads: a model, a stream of samples, a loss, and measurements.
 
-A workload knows nothing of optimizers. Its model and its stream of samples depend on the
-seed alone, so every method starts at the same point and sees the same samples.
+The initial model and the samples depend on the seed alone, so every method starts at the same
+point and sees the same samples.
 """
 
 from __future__ import annotations
 
+import copy
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Generator, Tensor, nn
+from torch.utils.data import DataLoader, default_collate
 
 from stormplus.theory.problems import FiniteSum
 
-# 0.7 is where the target of the performance profiles is read off.
+# The target of the performance profiles is read off at 0.7.
 FRACTIONS = (0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1)
 
 
@@ -26,64 +27,56 @@ class Workload(ABC):
     """One training task.
 
     Attributes:
-        name: As in every table and figure.
-        budget: Gradient evaluations of one mini-batch that a run may spend; if it `counts`
-            samples, the mini-batches that a run sees, whatever a method pays for one.
-        counts: "evaluations" or "samples".
+        name: As tables and figures show it.
+        budget: Gradient evaluations of one mini-batch that a run may spend.
         batch_size: Examples in a mini-batch.
-        batches: Mini-batches in the whole training set: what a full gradient costs.
+        batches: Mini-batches in the training set: the price of a full gradient.
         batch_norm: Whether the model has running statistics.
-        fractions: Of the budget, where the run is measured.
-        measured: At most so many examples of each split are measured.
-        version: Of the file that it is from, "" if it is the benchmark's own.
-        resumes: Whether a run keeps its state at every measurement, to go on from there.
-        watches: Whether runs of STORM+ measure the error of their estimator too.
+        fractions: Shares of the budget at which the run is measured.
+        measured: Examples of each split that are measured, at most.
     """
 
     name: str
     budget: int
     batch_size: int
     batches: int
+    measured: int
     batch_norm = False
     fractions: tuple[float, ...] = FRACTIONS
-    measured: int
-    version = ""
     device = "cpu"
-    counts = "evaluations"
-    resumes = watches = False
 
     @abstractmethod
     def model(self, seed: int) -> nn.Module:
-        """The model at its starting point."""
+        """Return the model at its initial point."""
 
     @abstractmethod
     def samples(self, seed: int) -> Iterator[Any]:
-        """Samples, without end: what both gradients of a step are taken on."""
+        """Yield samples without end; both gradients of a paired step use the same one."""
 
     @abstractmethod
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
-        """The loss that is differentiated."""
+        """Return the loss to differentiate."""
 
     @abstractmethod
     def measure(self, model: nn.Module) -> dict[str, float]:
-        """Losses and accuracies; what does not apply is left out."""
+        """Return losses and accuracies; those that do not apply are left out."""
 
     def full_grad_norm(self, model: nn.Module) -> float:
-        """|grad f| over the measured training examples; nan where that costs too much."""
+        """Return |grad f| over the measured training examples, nan if that is too expensive."""
         return math.nan
 
     @abstractmethod
     def full_loss(self, model: nn.Module) -> Tensor:
-        """The loss over the whole training set, for methods that need its gradient."""
+        """Return the loss over the whole training set."""
 
     @property
     def checkpoints(self) -> list[int]:
-        """Where to measure, in what the budget counts, from 0 to the budget."""
+        """Gradient evaluations at which to measure, from 0 to the budget."""
         return sorted({round(fraction * self.budget) for fraction in self.fractions})
 
 
 class Smooth(Workload):
-    """A problem of `stormplus.theory.problems`, in float64; `held_out` has unseen data."""
+    """A problem of `stormplus.theory.problems` in float64; `held_out` has the validation data."""
 
     def __init__(
         self,
@@ -114,13 +107,12 @@ class Smooth(Workload):
 
     def measure(self, model: nn.Module) -> dict[str, float]:
         x = _iterate(model)
-        found = {"train_loss": self.problem.full_value(x)}
-        if self.held_out is not None:
-            found["valid_loss"] = self.held_out.full_value(x)
-        if self.accuracy is not None:
-            found["train_accuracy"] = self.accuracy(self.problem, x)
-            if self.held_out is not None:
-                found["valid_accuracy"] = self.accuracy(self.held_out, x)
+        found = {}
+        for split, problem in (("train", self.problem), ("valid", self.held_out)):
+            if problem is not None:
+                found[f"{split}_loss"] = problem.full_value(x)
+                if self.accuracy is not None:
+                    found[f"{split}_accuracy"] = self.accuracy(problem, x)
         return found
 
     def full_loss(self, model: nn.Module) -> Tensor:
@@ -131,32 +123,36 @@ class Smooth(Workload):
 
 
 def _iterate(model: nn.Module) -> Any:
-    """The one parameter of a smooth problem, as an array."""
+    """Return the single parameter of a smooth problem as an array."""
     (x,) = model.parameters()
     return x.detach().numpy()
 
 
 def seeded(make: Callable[[], nn.Module], seed: int) -> nn.Module:
-    """A model whose first weights depend on the seed alone; the stream outside stands still."""
+    """Make a model whose initial weights depend on the seed alone; keep the global RNG state."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return make()
 
 
-def has_batch_norm(model: nn.Module) -> bool:
-    """Whether it has running statistics that belong to a point."""
-    return any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules())
-
-
 class Network(Workload):
-    """A network on tensors: `inputs` and `targets`, of which some are measured.
+    """A model, a loss, data and a budget; the arguments are the names in a workload file.
 
     Args:
-        prepare: Turns stored examples into what the model takes (bytes to floats).
-        criterion: Loss of predictions and targets.
-        classes: Whether targets are classes, so that an accuracy makes sense.
-        full_grad: Whether a gradient over the measured examples is affordable.
-        augment: Changes stored training examples at random, with a generator.
+        name: As tables and figures show it.
+        model: Makes the model, after the seed is set; or a model with its initial weights, of
+            which every run trains a copy.
+        loss: Of the model and a batch.
+        data: (inputs, targets) or more tensors or arrays of one length, a torch Dataset, or a
+            function that returns one of these.
+        budget: Gradient evaluations of a run.
+        valid: Validation data.
+        batch_size: Examples in a mini-batch.
+        accuracy: Of the model and a batch.
+        measures: Returns values by name ("loss", "accuracy") for the model and a batch; by
+            default those of the two functions.
+        full_grad: Whether to measure the norm of the full gradient, too.
+        augment: Randomly transforms the inputs of a training batch, with a generator.
     """
 
     measured = 2000
@@ -164,102 +160,137 @@ class Network(Workload):
     def __init__(
         self,
         name: str,
-        make: Callable[[], nn.Module],
-        train: tuple[Tensor, Tensor],
-        valid: tuple[Tensor, Tensor],
-        *,
+        model: Callable[[], nn.Module] | nn.Module,
+        loss: Callable[[nn.Module, Any], Tensor],
+        data: Any,
         budget: int,
-        batch_size: int,
-        prepare: Callable[[Tensor], Tensor] = lambda x: x,
-        criterion: Callable[[Tensor, Tensor], Tensor] = F.cross_entropy,
-        classes: bool = True,
+        *,
+        valid: Any = None,
+        batch_size: int = 32,
+        accuracy: Callable[[nn.Module, Any], Any] | None = None,
+        measures: Callable[[nn.Module, Any], dict[str, Any]] | None = None,
         full_grad: bool = False,
-        augment: Callable[[Tensor, torch.Generator], Tensor] = lambda x, _: x,
+        augment: Callable[[Tensor, Generator], Tensor] | None = None,
     ) -> None:
+        for what, value in (("model", model), ("loss", loss)):
+            if not callable(value):
+                raise TypeError(f"{name}: {what} should be a function, got {value!r}")
+        for what, number in (("budget", budget), ("batch_size", batch_size)):
+            if not isinstance(number, int) or number < 1:
+                raise ValueError(f"{name}: {what} should be a positive int, got {number!r}")
         self.name, self.budget, self.batch_size = name, budget, batch_size
-        self.make, self.train, self.valid = make, train, valid
-        self.prepare, self.criterion, self.augment = prepare, criterion, augment
-        self.classes, self.full_grad = classes, full_grad
-        self.batches = math.ceil(len(train[0]) / batch_size)
-        self.measured = min(self.measured, len(train[0]))
+        self.make = (lambda: model) if isinstance(model, nn.Module) else model
+        self.criterion, self.accuracy = loss, accuracy
+        self.measures = measures or self._measures
+        self.train = _examples(data, f"{name}: data")
+        self.valid = None if valid is None else _examples(valid, f"{name}: valid")
+        self.full_grad, self.augment = full_grad, augment
+        self.batches = math.ceil(_length(self.train) / batch_size)
+        self.measured = min(self.measured, _length(self.train))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:
-        model = seeded(self.make, seed)
-        self.batch_norm = has_batch_norm(model)
+        model = copy.deepcopy(seeded(self.make, seed))  # `make` may return one object every time
+        norms = nn.modules.batchnorm._BatchNorm
+        self.batch_norm = any(isinstance(module, norms) for module in model.modules())
         return model
 
     def samples(self, seed: int) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(1000 + seed)
-        inputs, targets = self.train
-        while True:  # epochs without replacement, the last short batch left out
-            order = torch.randperm(len(inputs), generator=generator)
+        generator = Generator().manual_seed(1000 + seed)
+        length = _length(self.train)
+        while True:  # epochs without replacement, without the last short batch
+            order = torch.randperm(length, generator=generator)
             for chosen in order.split(self.batch_size):
-                if len(chosen) == min(self.batch_size, len(inputs)):
-                    changed = self.augment(inputs[chosen], generator)
-                    yield self.prepare(changed), targets[chosen]
+                if len(chosen) == min(self.batch_size, length):
+                    batch = _batch(self.train, chosen)
+                    if self.augment is not None:
+                        batch = (self.augment(batch[0], generator), *batch[1:])
+                    yield batch
 
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
-        inputs, targets = (part.to(self.device) for part in sample)
-        return self.criterion(model(inputs), targets)
+        return self.criterion(model, _to(sample, self.device))
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
         model.eval()
-        found = {}
+        found: dict[str, float] = {}
         for split, examples in (("train", self.train), ("valid", self.valid)):
-            total, right, count = 0.0, 0.0, 0
-            for inputs, targets in self._parts(examples):
-                predicted = model(inputs)
-                total += float(self.criterion(predicted, targets)) * len(inputs)
-                if self.classes:
-                    axis = 1 if predicted.ndim > 1 else 0
-                    right += float((predicted.argmax(axis) == targets).double().mean()) * len(
-                        inputs
-                    )
-                count += len(inputs)
-            found[f"{split}_loss"] = total / count
-            if self.classes:
-                found[f"{split}_accuracy"] = right / count
+            if examples is None:
+                continue
+            for batch, weight in self._parts(examples):
+                for what, value in self.measures(model, batch).items():
+                    key = f"{split}_{what}"
+                    found[key] = found.get(key, 0.0) + weight * float(value)
         model.train()
         return found
 
+    def _measures(self, model: nn.Module, batch: Any) -> dict[str, Any]:
+        found = {"loss": self.criterion(model, batch)}
+        return found if self.accuracy is None else found | {"accuracy": self.accuracy(model, batch)}
+
     def full_loss(self, model: nn.Module) -> Tensor:
-        return self.loss(model, (self.prepare(self.train[0]), self.train[1]))
+        return self.loss(model, _batch(self.train, torch.arange(_length(self.train))))
 
     def full_grad_norm(self, model: nn.Module) -> float:
         if not self.full_grad:
             return math.nan
         model.eval()
         model.zero_grad()
-        count = min(self.measured, len(self.train[0]))
-        for inputs, targets in self._parts(self.train):
-            loss = self.criterion(model(inputs), targets) * (len(inputs) / count)
-            loss.backward()
+        for batch, weight in self._parts(self.train):
+            (weight * self.criterion(model, batch)).backward()
         square = sum(float((p.grad**2).sum()) for p in model.parameters() if p.grad is not None)
         model.zero_grad()
         model.train()
         return math.sqrt(square)
 
-    def batch_gradients(self, model: nn.Module, seed: int) -> Iterator[list[Tensor]]:
-        """The gradients of an epoch's mini-batches, all at the model as it is.
+    def _parts(self, examples: Any) -> Iterator[tuple[Any, float]]:
+        """Yield the measured examples in batches of 500, with their shares of the whole."""
+        count = min(self.measured, _length(examples))
+        for chosen in torch.arange(count).split(500):
+            yield _to(_batch(examples, chosen), self.device), len(chosen) / count
 
-        BatchNorm is in training mode, as a sample has it; its running statistics are put back.
-        Each list is that of `.grad`, until the next one.
-        """
-        buffers = [b.clone() for b in model.buffers()]
-        samples = self.samples(seed)
-        for _ in range(len(self.train[0]) // self.batch_size):
-            model.zero_grad()
-            self.loss(model, next(samples)).backward()
-            yield [p.grad for p in model.parameters() if p.grad is not None]
-        model.zero_grad()
-        with torch.no_grad():
-            for b, saved in zip(model.buffers(), buffers):
-                b.copy_(saved)
 
-    def _parts(self, examples: tuple[Tensor, Tensor]) -> Iterator[tuple[Tensor, Tensor]]:
-        inputs, targets = (part[: self.measured] for part in examples)
-        for start in range(0, len(inputs), 500):
-            part = self.prepare(inputs[start : start + 500]), targets[start : start + 500]
-            yield part[0].to(self.device), part[1].to(self.device)
+def _examples(data: Any, where: str) -> Any:
+    if isinstance(data, DataLoader):
+        raise TypeError(
+            f"{where} should be the data set, not its DataLoader: the benchmark draws the batches, "
+            "the same ones for every method"
+        )
+    if isinstance(data, type) or (callable(data) and not hasattr(data, "__getitem__")):
+        data = data()
+    arrays = (Tensor, np.ndarray)
+    if isinstance(data, Sequence) and data and all(isinstance(part, arrays) for part in data):
+        data = tuple(map(torch.as_tensor, data))
+        if len({len(part) for part in data}) > 1:
+            raise ValueError(f"{where}: lengths differ, {[len(part) for part in data]}")
+    elif isinstance(data, (Mapping, str)) or not (
+        hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    ):
+        raise TypeError(
+            f"{where} should be (inputs, targets), or a torch Dataset with a length, got {data!r}"
+        )
+    if _length(data) == 0:
+        raise ValueError(f"{where} is empty")
+    return data
+
+
+def _is_tensors(examples: Any) -> bool:
+    return isinstance(examples, tuple) and bool(examples) and isinstance(examples[0], Tensor)
+
+
+def _length(examples: Any) -> int:
+    return len(examples[0]) if _is_tensors(examples) else len(examples)
+
+
+def _batch(examples: Any, chosen: Tensor) -> Any:
+    if _is_tensors(examples):
+        return tuple(part[chosen] for part in examples)
+    return default_collate([examples[i] for i in chosen.tolist()])
+
+
+def _to(batch: Any, device: str) -> Any:
+    if isinstance(batch, Mapping):
+        return {name: _to(part, device) for name, part in batch.items()}
+    if isinstance(batch, list | tuple):
+        return type(batch)(_to(part, device) for part in batch)
+    return batch.to(device) if isinstance(batch, Tensor) else batch

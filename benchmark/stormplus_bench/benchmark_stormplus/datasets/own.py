@@ -7,7 +7,7 @@ from stormplus_bench.train.catalogue import or_reason
 
 
 class Dataset(BaseDataset):
-    """A model, a loss and data from a file of one's own: `stormplus compare --workload FILE`."""
+    """A model, a loss and data from a file: `stormplus compare --workload FILE`."""
 
     name = "own"
     parameters = {"file": [str(TEMPLATES / "workload.py")]}

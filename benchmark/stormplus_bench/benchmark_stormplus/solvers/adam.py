@@ -1,17 +1,10 @@
 from torch.optim import Adam
 
-from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import OneGradient, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.solver import OneGradientSolver
 
 
-class Solver(TorchSolver):
+class Solver(OneGradientSolver):
     """torch.optim.Adam."""
 
-    name = "adam"
-    label = "Adam"
-    requirements = ["pip::stormplus-bench"]
-    default_lr = 1e-3
-
-    def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(Adam(training.model.parameters(), lr=lr))
+    name, label = "adam", "Adam"
+    optimizer, default_lr = Adam, 1e-3

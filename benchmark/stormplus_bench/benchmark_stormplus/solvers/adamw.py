@@ -1,17 +1,11 @@
 from torch.optim import AdamW
 
-from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import OneGradient, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.solver import OneGradientSolver
 
 
-class Solver(TorchSolver):
-    """torch.optim.AdamW, weight decay 0.01 as by default."""
+class Solver(OneGradientSolver):
+    """torch.optim.AdamW, weight decay 0.01 as by default; with `cosine` a warm-up of 5%."""
 
-    name = "adamw"
-    label = "AdamW"
-    requirements = ["pip::stormplus-bench"]
-    default_lr = 1e-3
-
-    def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(AdamW(training.parameters, lr=lr))
+    name, label = "adamw", "AdamW"
+    optimizer, default_lr = AdamW, 1e-3
+    warmup = 0.05

@@ -8,12 +8,10 @@ from stormplus_bench.train.training import Training
 class Solver(TorchSolver):
     """DoG (Ivgi et al. 2023) with its averager, which its documentation calls crucial.
 
-    `reps_rel` as it suggests: 1e-6, or 1e-4 where there is BatchNorm.
+    `reps_rel` as documented: 1e-6, or 1e-4 with BatchNorm.
     """
 
-    name = "dog"
-    label = "DoG"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "dog", "DoG"
     default_lr = 1.0
 
     def stepper(self, training: Training, lr: float) -> Stepper:

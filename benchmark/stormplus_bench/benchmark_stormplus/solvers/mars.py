@@ -6,11 +6,8 @@ from stormplus_bench.train.training import Training
 class Solver(TorchSolver):
     """MARS-AdamW with the exact correction (Yuan et al. 2024)."""
 
-    name = "mars"
-    label = "MARS"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "mars", "MARS"
     default_lr = 3e-3
-    price = 2
 
     def stepper(self, training: Training, lr: float) -> Stepper:
         return Mars(training.model, lr)

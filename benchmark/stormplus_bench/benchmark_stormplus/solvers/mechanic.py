@@ -1,18 +1,11 @@
 from mechanic_pytorch import mechanize
 from torch.optim import AdamW
 
-from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import OneGradient, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.solver import OneGradientSolver
 
 
-class Solver(TorchSolver):
+class Solver(OneGradientSolver):
     """Mechanic (Cutkosky et al. 2023) around AdamW; lr 1 as documented."""
 
-    name = "mechanic"
-    label = "Mechanic"
-    requirements = ["pip::stormplus-bench"]
-    default_lr = 1.0
-
-    def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(mechanize(AdamW)(training.parameters, lr=lr))
+    name, label = "mechanic", "Mechanic"
+    optimizer, default_lr = mechanize(AdamW), 1.0

@@ -7,9 +7,7 @@ from stormplus_bench.train.training import Training
 class Solver(TorchSolver):
     """NadamW at the setting of AlgoPerf's self-tuning baseline, warm-up and cosine."""
 
-    name = "nadamw"
-    label = "NadamW"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "nadamw", "NadamW"
     default_lr = LEARNING_RATE
 
     def stepper(self, training: Training, lr: float) -> Stepper:

@@ -1,17 +1,10 @@
 from torch.optim import RMSprop
 
-from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import OneGradient, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.solver import OneGradientSolver
 
 
-class Solver(TorchSolver):
+class Solver(OneGradientSolver):
     """torch.optim.RMSprop."""
 
-    name = "rmsprop"
-    label = "RMSprop"
-    requirements = ["pip::stormplus-bench"]
-    default_lr = 1e-2
-
-    def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(RMSprop(training.model.parameters(), lr=lr))
+    name, label = "rmsprop", "RMSprop"
+    optimizer, default_lr = RMSprop, 1e-2

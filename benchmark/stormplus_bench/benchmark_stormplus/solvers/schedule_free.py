@@ -8,12 +8,10 @@ from stormplus_bench.train.training import Training
 class Solver(TorchSolver):
     """Schedule-Free AdamW (Defazio et al. 2024).
 
-    `warmup` is the share of the budget in which its rate rises, by an option of its own.
+    `warmup` is the share of the budget in which its rate rises.
     """
 
-    name = "schedule-free"
-    label = "Schedule-Free"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "schedule-free", "Schedule-Free"
     parameters = {"lr": [None], "warmup": [0.0]}
     default_lr = 0.0025
 

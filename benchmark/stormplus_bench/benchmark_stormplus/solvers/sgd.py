@@ -1,17 +1,10 @@
 from torch.optim import SGD
 
-from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import OneGradient, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.solver import OneGradientSolver
 
 
-class Solver(TorchSolver):
+class Solver(OneGradientSolver):
     """torch.optim.SGD."""
 
-    name = "sgd"
-    label = "SGD"
-    requirements = ["pip::stormplus-bench"]
-    default_lr = 1e-3
-
-    def stepper(self, training: Training, lr: float) -> Stepper:
-        return OneGradient(SGD(training.model.parameters(), lr=lr))
+    name, label = "sgd", "SGD"
+    optimizer, default_lr = SGD, 1e-3

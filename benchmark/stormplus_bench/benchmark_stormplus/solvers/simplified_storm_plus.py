@@ -3,9 +3,7 @@ from stormplus_bench.train.solver import StormSolver
 
 
 class Solver(StormSolver):
-    """Simplified STORM+ (Levy et al. 2021, Sec. 4.2). Two gradients a step."""
+    """Simplified STORM+ (Levy et al. 2021, Sec. 4.2)."""
 
-    name = "simplified-storm-plus"
-    label = "simplified STORM+"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "simplified-storm-plus", "simplified STORM+"
     optimizer = SimplifiedStormPlus

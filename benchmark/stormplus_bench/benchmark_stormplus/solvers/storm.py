@@ -3,9 +3,7 @@ from stormplus_bench.train.solver import StormSolver
 
 
 class Solver(StormSolver):
-    """STORM (Cutkosky and Orabona 2019) at the constants of its paper. Two gradients a step."""
+    """STORM (Cutkosky and Orabona 2019) with the constants of its paper."""
 
-    name = "storm"
-    label = "STORM"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "storm", "STORM"
     optimizer = Storm

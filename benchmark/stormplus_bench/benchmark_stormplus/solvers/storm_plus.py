@@ -3,9 +3,7 @@ from stormplus_bench.train.solver import StormSolver
 
 
 class Solver(StormSolver):
-    """STORM+ (Levy et al. 2021, Algorithm 1). Two gradients a step."""
+    """STORM+ (Levy et al. 2021, Algorithm 1)."""
 
-    name = "storm-plus"
-    label = "STORM+"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "storm-plus", "STORM+"
     optimizer = StormPlus

@@ -5,16 +5,13 @@ from stormplus_bench.train.workload import Workload
 
 
 class Solver(TorchSolver):
-    """SVRG (Johnson and Zhang 2013), where full gradients fit the budget.
+    """SVRG (Johnson and Zhang 2013), if full gradients fit the budget.
 
-    No package documents a default learning rate for it; 0.1 is run as one.
+    No package documents a default learning rate; 0.1 is used.
     """
 
-    name = "svrg"
-    label = "SVRG"
-    requirements = ["pip::stormplus-bench"]
+    name, label = "svrg", "SVRG"
     default_lr = 0.1
-    price = 2
 
     def applies(self, workload: Workload) -> tuple[bool, str | None]:
         if workload.batches * 4 > workload.budget:

@@ -1,4 +1,4 @@
-"""How a command that runs for long shows that it is alive where no progress bar can be seen."""
+"""Progress in a log or a pipe, where a bar cannot be seen."""
 
 from __future__ import annotations
 
@@ -6,23 +6,21 @@ import time
 
 from rich.console import Console
 
-MINUTE = 60.0
-
 
 class Pulse:
-    """A line every minute in a log or a pipe; nothing on a terminal, which has the bar.
+    """Prints a line per minute unless the console is a terminal, which shows a bar.
 
     Args:
         console: Where the bar would be.
         every: Seconds between two lines.
     """
 
-    def __init__(self, console: Console, every: float = MINUTE) -> None:
+    def __init__(self, console: Console, every: float = 60.0) -> None:
         self.console, self.every = console, every
         self.last = time.monotonic()
 
     def beat(self, text: str) -> None:
-        """Print the text if it is time; call this as often as you like."""
+        """Print the text if a line is due."""
         now = time.monotonic()
         if not self.console.is_terminal and now - self.last >= self.every:
             self.last = now

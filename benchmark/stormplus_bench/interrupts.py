@@ -1,4 +1,4 @@
-"""How a command that runs for long ends: when it is told to stop, and when something fails."""
+"""End a long command: signals, exit codes and error messages."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from rich.console import Console
 
 EXIT_CODES = """\b
 Exit codes:
-  0    everything has been run and written
+  0    everything was run and written
   1    something could not be run or read; the message says what to do
-  2    the command was not called properly
-  130  interrupted; what is done is kept"""
+  2    wrong usage
+  130  interrupted; finished runs are kept"""
 
 
 class Unfinished(RuntimeError):
-    """Something that was to be run gave no result; the message says what to do."""
+    """Some runs gave no result; the message says what to do."""
 
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Let a polite end, or a closed terminal, do what Ctrl-C does; `nohup` still works."""
+    """Treat SIGTERM and SIGHUP as Ctrl-C; an ignored SIGHUP (`nohup`) stays ignored."""
 
     def interrupt(_signal: int, _frame: Any) -> None:
         raise KeyboardInterrupt
@@ -47,14 +47,11 @@ def interruptible() -> Iterator[None]:
 
 @contextlib.contextmanager
 def explained(kept: Path, console: Console) -> Iterator[None]:
-    """End with an exit code and a message that says what to do, never with a traceback.
-
-    `kept` is where what is done can be found.
-    """
+    """Turn errors into a message and an exit code; `kept` is where finished runs are stored."""
     try:
         yield
     except KeyboardInterrupt:
-        text = f"\nstopped; what is done is in {kept}: the same command goes on"
+        text = f"\ninterrupted; finished runs are in {kept}: repeat the command to continue"
         console.print(text, highlight=False, markup=False, soft_wrap=True)
         raise SystemExit(130) from None
     except (Unfinished, ValueError, OSError, ImportError) as error:

@@ -1,0 +1,193 @@
+"""`compare`: optimizers side by side on one workload, from Python."""
+
+from __future__ import annotations
+
+import base64
+import io
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from stormplus_bench import finals, rows
+from stormplus_bench.methods import ordered
+from stormplus_bench.own import Make, Method, workload_of
+from stormplus_bench.progress import Pulse
+from stormplus_bench.train.catalogue import EVERY
+from stormplus_bench.train.training import Training, row_of
+from stormplus_bench.train.workload import Workload
+
+COLUMNS = {
+    "loss": "training loss",
+    "low": "lowest",
+    "high": "highest",
+    "valid_loss": "validation loss",
+    "valid_accuracy": "validation accuracy",
+    "lr": "lr",
+    "seeds": "seeds",
+    "diverged": "diverged",
+    "seconds": "seconds",
+    "state_mb": "state, MB",
+}
+
+
+@dataclass(frozen=True, repr=False)
+class Comparison:
+    """The result of `compare`; its repr is the table, in a notebook with the figure."""
+
+    rows: tuple[dict[str, Any], ...]
+
+    @cached_property
+    def frame(self) -> pd.DataFrame:
+        """One line per measurement of each run, as from `stormplus_bench.rows.load`."""
+        return rows.frame_of(rows.finite(list(self.rows)))
+
+    @property
+    def table(self) -> pd.DataFrame:
+        """One line per method at its best rate, the lowest final training loss first."""
+        ends = finals.tuned(self.frame).set_index("method").loc[ordered(self.frame["method"])]
+        table = ends.sort_values("loss", kind="stable")[list(COLUMNS)].rename(columns=COLUMNS)
+        return table.dropna(axis="columns", how="all")
+
+    def plot(self) -> Any:
+        """Return the curves as a matplotlib figure, each method at the rate in the table."""
+        from stormplus_bench.figures import curves_grid
+
+        best = self.frame["method"].map(self.table["lr"])
+        kept = (self.frame["lr"] == best) | (best.isna() & self.frame["default"])
+        several = (self.frame.groupby("method")["lr"].nunique() > 1).any()
+        shown = self.frame[kept].assign(default=True)
+        return curves_grid(shown, each="each at the lr of the table" if several else None)
+
+    def save(self, journal: str | Path) -> Path:
+        """Append the rows to a journal, which `stormplus report` merges with others."""
+        path = Path(journal)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for row in self.rows:
+            rows.append(path, row)
+        return path
+
+    def __repr__(self) -> str:
+        return str(self.table.to_string(float_format="{:.4g}".format)) if self.rows else "no runs"
+
+    def _repr_html_(self) -> str:
+        drawn = io.BytesIO()
+        self.plot().savefig(drawn, format="png", dpi=110)
+        picture = base64.b64encode(drawn.getvalue()).decode()
+        table = self.table.to_html(float_format="{:.4g}".format)
+        return f'{table}<img alt="Training loss" src="data:image/png;base64,{picture}">'
+
+
+def compare(
+    methods: Mapping[str, Make | tuple[Make, Sequence[float]]] | Sequence[type],
+    workload: str | Mapping[str, Any] | Workload,
+    *,
+    seeds: int | Iterable[int] = 1,
+    progress: bool = True,
+) -> Comparison:
+    """Train a model with several optimizers at equal numbers of gradient evaluations.
+
+    Every method starts at the same point and sees the same batches. A method with two gradients
+    per step takes half as many steps.
+
+    Args:
+        methods: By name, a function or class that makes the optimizer from the parameters; or a
+            list of classes. For several learning rates, a pair (make, rates), and then
+            `make(parameters, lr)` is called; the first rate is the default.
+        workload: A dict with model, loss, data, budget and other arguments of
+            `stormplus_bench.train.workload.Network`; or the name of a workload of the benchmark,
+            such as "mlp-digits".
+        seeds: How many, or which.
+        progress: Whether to show progress on the standard error stream.
+
+    Returns:
+        The table and the figure, see `Comparison`. If a run raises, the exception's attribute
+        `result` has the runs before it.
+    """
+    task = _workload(workload)
+    chosen = [operator.index(seed) for seed in _seeds(seeds)]
+    found_methods = _methods(methods)
+    if not found_methods or not chosen:
+        raise ValueError(f"nothing to compare: methods {methods}, seeds {chosen}")
+    plan = [(m, lr, seed) for seed in chosen for m in found_methods for lr in m.rates or (None,)]
+    console = Console(stderr=True, quiet=not progress)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    pulse, found = Pulse(console), []
+    with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
+        shown = bar.add_task("", total=len(plan) * task.budget)
+        for number, (method, lr, seed) in enumerate(plan):
+            bar.update(shown, description=f"{method.name}, seed {seed}")
+
+            def notify(done: int, before: int = number) -> None:
+                bar.update(shown, completed=before * task.budget + done)
+                pulse.beat(f"{before}/{len(plan)} runs, {done}/{task.budget} evaluations")
+
+            try:
+                found.append(_one_run(method, lr, task, seed, notify))
+            except BaseException as error:  # KeyboardInterrupt, too
+                error.result = Comparison(tuple(found))  # type: ignore[attr-defined]
+                error.add_note(f"in a run of {method.name}, seed {seed}; .result has the others")
+                raise
+    return Comparison(tuple(found))
+
+
+def _seeds(seeds: Any) -> Iterable[Any]:
+    if isinstance(seeds, Iterable):
+        return seeds
+    try:
+        return range(operator.index(seeds))
+    except TypeError:
+        raise TypeError(f"seeds should be a number or a list, got {seeds!r}") from None
+
+
+def _methods(methods: Any) -> list[Method]:
+    if not isinstance(methods, Mapping):
+        if not all(isinstance(made, type) for made in methods):
+            raise TypeError(f"methods should be a dict, or a list of classes, got {methods!r}")
+        methods = {made.__name__: made for made in methods}
+    return [_method(name, given) for name, given in methods.items()]
+
+
+def _method(name: Any, given: Make | tuple[Make, Sequence[float]]) -> Method:
+    if not (isinstance(name, str) and name and name.isprintable()):
+        raise ValueError(f"the name of a method should be a text of one line, got {name!r}")
+    make, rates = given if isinstance(given, tuple) else (given, ())
+    if not callable(make):
+        raise TypeError(f"{name}: should be a function of the parameters, got {make!r}")
+    if not isinstance(rates, Iterable):
+        raise TypeError(f"{name}: the rates should be a list of numbers, got {rates!r}")
+    return Method(name, make, tuple(map(float, rates)))
+
+
+def _workload(given: str | Mapping[str, Any] | Workload) -> Workload:
+    if isinstance(given, Workload):
+        return given
+    if isinstance(given, str):
+        if given not in EVERY:
+            raise ValueError(f"no workload {given!r}: choose from {', '.join(EVERY)}")
+        return EVERY[given]()
+    return workload_of(given)
+
+
+def _one_run(
+    method: Method, lr: float | None, task: Workload, seed: int, notify: Callable[[int], None]
+) -> dict[str, Any]:
+    training = Training(task, lambda run: method.stepper(run, lr), seed)
+    run = {"method": method.name, "lr": lr, "default": lr is None or lr == method.rates[0]}
+    if lr is None:  # the optimizer's default; 1 if it has none
+        optimizer = getattr(training.stepper, "optimizer", None)
+        given = optimizer.param_groups[0].get("lr") if optimizer else None
+        run["lr"] = 1.0 if given is None else float(given)
+    for target in task.checkpoints:
+        training.advance(target)
+        training.record()
+        notify(target)
+        if training.status == "diverged":
+            break
+    return row_of(training, run)

@@ -1,0 +1,262 @@
+"""The report's tables, as Markdown, HTML, LaTeX and JSON, and the pages that show them."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
+
+from stormplus_bench import finals, scores
+from stormplus_bench.methods import COMPARED, OURS, TIERS, ordered
+from stormplus_bench.profiles import performance_profile
+
+
+def number(value: float) -> str:
+    """Three digits; empty for nan."""
+    if np.isnan(value):
+        return ""
+    if np.isinf(value):
+        return "diverged"
+    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+
+
+def percent(value: float) -> str:
+    """A gap in per cent, short enough for a cell; empty for nan."""
+    if np.isnan(value):
+        return ""
+    if np.isinf(value):
+        return "div."
+    if value == 0 or value > 999:
+        return ">999" if value else "0"
+    return "<0.1" if 0 < value < 0.095 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+
+
+def one_decimal(value: float) -> str:
+    """An accuracy in per cent; empty for nan."""
+    return "" if np.isnan(value) else f"{value:.1f}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table of the report.
+
+    Attributes:
+        name: Of the block that it fills in a page, see `fill`.
+        caption: One line that defines every column.
+        frame: Numbers and texts; the index is the first column. nan is an empty cell.
+        formats: By column, how to write its numbers; otherwise `number`.
+    """
+
+    name: str
+    caption: str
+    frame: pd.DataFrame
+    formats: Mapping[str, Callable[[float], str]] = field(default_factory=dict)
+
+    def text(self) -> pd.DataFrame:
+        """Return the frame with every cell as text."""
+        columns = {
+            name: [v if isinstance(v, str) else self.formats.get(name, number)(v) for v in values]
+            for name, values in self.frame.items()
+        }
+        return pd.DataFrame(columns, self.frame.index, dtype="str")
+
+    def markdown(self) -> str:
+        """Return the table in Markdown. Names are escaped; cells may hold Markdown."""
+        cells = self.text()
+        names = [escape_markdown(str(name)) for name in (cells.index.name, *cells.columns)]
+        lines = [names, ["---"] * len(names)]
+        for name, line in zip(cells.index, cells.to_numpy()):
+            lines.append([escape_markdown(name), *(html.escape(v, quote=False) for v in line)])
+        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+    def html(self) -> str:
+        """Return the table in HTML, below its caption."""
+        body = self.text().reset_index().to_html(border=0, index=False)
+        return f"<p>{html.escape(self.caption)}</p>\n<div class='scroll'>{body}</div>"
+
+    def latex(self) -> str:
+        """Return the table in LaTeX, for the packages `booktabs` and `longtable`."""
+        caption = self.caption.replace("%", r"\%")
+        cells = self.text().reset_index()
+        text = cells.to_latex(escape=True, index=False, caption=caption, label=f"tab:{self.name}")
+        return str(text)
+
+
+def escape_markdown(text: str) -> str:
+    """Return text that Markdown shows literally, within one cell of a table."""
+    text = html.escape(" ".join(text.split()), quote=False)
+    return re.sub(r"([\\`*_\[\]!|~$])", r"\\\1", text)
+
+
+def as_json(tables: Iterable[Table]) -> str:
+    """Return the tables by name, each a list of objects with unformatted numbers."""
+    found = {t.name: json.loads(t.frame.reset_index().to_json(orient="records")) for t in tables}
+    return json.dumps(found, indent=1, ensure_ascii=False)
+
+
+def as_csv(frame: pd.DataFrame) -> str:
+    """Return the frame as CSV in which no text is a spreadsheet's formula."""
+    texts = frame.select_dtypes(exclude=["number", "bool"]).columns
+    guarded = {name: frame[name].str.replace(r"^([=+\-@])", r"'\1", regex=True) for name in texts}
+    return str(frame.assign(**guarded).to_csv(index=False))
+
+
+def fill(page: str, blocks: Mapping[str, str], file: str) -> str:
+    """Return the page with these texts between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
+
+    A page may have any of the blocks; other blocks are left alone.
+
+    Raises:
+        ValueError: The page has none of the blocks, or a marker without its pair.
+    """
+    markers = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in blocks}
+    known = [name for name, pair in markers.items() if any(marker in page for marker in pair)]
+    if not known:
+        raise ValueError(f"{file} has no marker <!-- NAME:begin --> of {', '.join(blocks)}")
+    for name in known:
+        begin, end = markers[name]
+        if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
+            raise ValueError(f"{file} should have the lines {begin} and {end} once, in this order")
+        before, rest = page.split(begin)
+        page = f"{before}{begin}\n\n{blocks[name]}\n\n{end}{rest.split(end)[1]}"
+    return page
+
+
+def all_tables(frame: pd.DataFrame, step_times: Mapping[str, float]) -> list[Table]:
+    """Return the report's tables; `step_times` are those of `readme_table`."""
+    return [
+        readme_table(frame, step_times),
+        gap_table(frame),
+        wins_table(frame),
+        scores_table(frame),
+        validation_table(_networks(frame)),
+        results_table(frame),
+    ]
+
+
+def _networks(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the finals at defaults of README's methods on networks."""
+    ends = finals.defaults(frame)
+    return ends[ends["workload"].isin(TIERS["networks"]) & ends["method"].isin(COMPARED)]
+
+
+def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
+    """Return the methods that people choose from, one line each, for README.
+
+    Args:
+        frame: The rows.
+        step_times: Time per step over that of Adam(fused=True), by method; may be empty.
+    """
+    gaps, known = scores.gap(frame), [name for name in COMPARED if name in set(frame["method"])]
+    table = pd.DataFrame.from_dict(
+        {name: COMPARED[name] for name in known},
+        orient="index",
+        columns=["gradients per step", "buffers", "to choose"],
+    ).rename_axis("method")
+    formats: dict[str, Callable[[float], str]] = {}
+    for tier, title in (("networks", "networks"), ("smooth", "smooth problems")):
+        column = f"gap at defaults, {title}, %"
+        mean = scores.mean_gap(gaps[gaps["workload"].isin(TIERS[tier])])["mean"]
+        table[column], formats[column] = 100 * mean.reindex(known), percent
+    accuracy = validation_table(_networks(frame)).frame.filter(like=", %")
+    column = "validation accuracy, networks, %"
+    table[column], formats[column] = accuracy.mean(axis=1, skipna=False), one_decimal
+    if step_times:
+        table["step time / Adam(fused)"] = pd.Series(step_times, dtype=float).reindex(known)
+        formats["step time / Adam(fused)"] = lambda value: "" if np.isnan(value) else f"{value:.2g}"
+    caption = (
+        "Gap at defaults (lower is better): the share of the achievable loss reduction that is "
+        "missed without tuning, (loss - best) / (initial - best), mean over workloads, each at "
+        "most 100 %. Validation accuracy at the end, at defaults, mean over the networks that "
+        "have one. Buffers: of the model's size. Step time: the optimizer alone, on a CPU."
+    )
+    return Table("table", caption, table, formats)
+
+
+def gap_table(frame: pd.DataFrame) -> Table:
+    """Return the gap at defaults, methods by workloads."""
+    grid = scores.gap_map(scores.gap(frame))
+    caption = (
+        "Gap at defaults, % (lower is better): the share of the achievable loss reduction that is "
+        "missed without tuning, (loss - best) / (initial - best), best being the lowest final "
+        "training loss of any method at any lr. Mean: each workload counts for at most 100 %. "
+        "div.: diverged in half of the runs or more. Empty: not run."
+    )
+    return Table("gap", caption, grid, dict.fromkeys(grid.columns, percent))
+
+
+def wins_table(frame: pd.DataFrame) -> Table:
+    """Return wins, ties and losses of README's own methods against those of others."""
+    columns = {}
+    for method in (name for name in OURS if name in COMPARED and name in set(frame["method"])):
+        for best_lr, name in ((False, "default"), (True, "best lr")):
+            counts = scores.count(scores.wins_ties_losses(frame, method, best_lr=best_lr))
+            counts = counts.drop(index=list(OURS), errors="ignore")
+            if len(counts):
+                columns[f"{method}, {name}"] = counts.astype(str).agg(" / ".join, axis=1)
+    table = pd.DataFrame(columns, dtype="str").fillna("").rename_axis("against")
+    caption = (
+        "Wins / ties / losses over the workloads, all methods at their default lr or all at their "
+        "best lr (methods run at one lr are left out there). A win: every seed ends below every "
+        f"seed of the other, by more than {scores.TOLERANCE:.0%} of the achievable reduction."
+    )
+    return Table("wins", caption, table.reindex(ordered(table.index)))
+
+
+def scores_table(frame: pd.DataFrame) -> Table:
+    """Return rank, mean gap and profile scores per method."""
+    mean = scores.mean_gap(scores.gap(frame))
+    table = pd.DataFrame(
+        {
+            "rank": mean["rank"],
+            "gap at defaults, %": 100 * mean["mean"],
+            "workloads": mean["workloads"],
+            "profile score, default lr": performance_profile(frame).scores,
+            "profile score, best lr": performance_profile(frame, best_lr=True).scores,
+        }
+    ).reindex(mean.index)
+    two = dict.fromkeys(table.columns[3:], lambda v: "" if np.isnan(v) else f"{v:.2f}")
+    caption = (
+        "Rank by the gap at defaults, among methods that ran on every workload; the gap's mean; "
+        "the number of workloads; profile scores (higher is better, at most 1): the area under "
+        "the performance profile from 1 to 4, a workload without a run being a missed target."
+    )
+    return Table("scores", caption, table, {"gap at defaults, %": percent, **two})
+
+
+def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:
+    """Return validation accuracies, or losses where there are none, from lines of `finals`."""
+    columns, formats = {}, {}
+    for workload, part in ends.set_index("method").groupby("workload"):
+        if part["valid_accuracy"].notna().any():
+            columns[f"{workload}, %"] = 100 * part["valid_accuracy"]
+            formats[f"{workload}, %"] = one_decimal
+        else:
+            columns[f"{workload}, loss"] = part["valid_loss"]
+    table = pd.DataFrame(columns, index=pd.Index(ordered(ends["method"]), name="method"))
+    caption = (
+        "Validation accuracy in %, or validation loss where there is no accuracy, at the end of "
+        "training, median over seeds."
+    )
+    return Table(name, caption, table, formats)
+
+
+def results_table(frame: pd.DataFrame) -> Table:
+    """Return all scores, one line per workload and method."""
+    caption = (
+        "At the default lr: final training loss (median, low and high over seeds), gap in %, "
+        "evaluations to the target of the performance profile, gradient norm, validation results, "
+        "seconds per run, optimizer state in MB. tuned_: at the best of the lr that were run, lrs "
+        "their number, at_end if it is the lowest or the highest. runs, diverged: at all lr."
+    )
+    formats: dict[str, Callable[[float], str]] = {
+        "gap": percent,
+        "at_end": lambda value: "yes" if value else "",
+        "time": lambda value: "missed" if np.isinf(value) else number(value),
+    }
+    return Table("results", caption, scores.results(frame).set_index("workload"), formats)

@@ -1,6 +1,0 @@
-"""`python -m stormplus`."""
-
-from stormplus.cli import main
-
-if __name__ == "__main__":
-    main()
