@@ -1,4 +1,4 @@
-"""Problems: gradients, the two faces, the constants, and recovery of planted solutions."""
+"""Problems: gradients in NumPy and torch, constants, and recovery of planted solutions."""
 
 import subprocess
 import sys
@@ -11,18 +11,34 @@ from hypothesis import strategies as st
 from stormplus import minimize
 from stormplus.theory import problems
 
+
+def planted_nmf(shape=(20, 60), rank=3, batch_size=16):
+    """An NMF problem with unique factors: each part has its rows, and half of H is 0."""
+    rng = np.random.default_rng(0)
+    rows, columns = shape
+    w = rng.uniform(0.5, 1.5, (rows, rank)) * (np.arange(rows)[:, None] % rank == np.arange(rank))
+    h = rng.uniform(0.5, 1.5, (rank, columns)) * (rng.random((rank, columns)) < 0.5)
+    return problems.NonNegativeFactorisation(w @ h, rank, batch_size=batch_size), w, h
+
+
+def planted_completion(shape=(40, 50), rank=3):
+    rng = np.random.default_rng(0)
+    full = rng.standard_normal((shape[0], rank)) @ rng.standard_normal((rank, shape[1]))
+    full /= np.sqrt(rank)
+    return problems.masked_matrix(full, rank)[0], full
+
+
 # Those with known constants first.
 PROBLEMS = {
     "well": problems.BoundedNonConvex(4, 0.7),
     "ripple": problems.BoundedNonConvex(4, 0.7, profile="ripple", height=2.0),
     "noiseless": problems.BoundedNonConvex(4, 0.0),
     "logistic": problems.breast_cancer(batch_size=3),
-    "robust": problems.diabetes_robust(batch_size=3),
     "outliers": problems.outlier_regression(50, 4)[0],
     "parity": problems.digits_parity(batch_size=2),
-    "phase": problems.digit_phase_retrieval()[0],
-    "nmf": problems.planted_nmf((6, 9), 2, batch_size=5)[0],
-    "completion": problems.planted_completion((5, 7), 2)[0],
+    "phase": problems.measured_image(problems.digit_image())[0],
+    "nmf": planted_nmf((6, 9), 2, batch_size=5)[0],
+    "completion": planted_completion((5, 7), 2)[0],
 }
 every_problem = pytest.mark.parametrize("problem", PROBLEMS.values(), ids=PROBLEMS)
 
@@ -65,7 +81,7 @@ def test_full_gradient_and_value_are_the_mean_over_samples(problem):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from(list(PROBLEMS)[:6]), st.integers(0, 100), st.sampled_from([0.01, 1.0, 30.0]))
+@given(st.sampled_from(list(PROBLEMS)[:5]), st.integers(0, 100), st.sampled_from([0.01, 1.0, 30.0]))
 def test_constants_bound_what_they_should(name, seed, spread):
     problem, rng = PROBLEMS[name], np.random.default_rng(seed)
     x, y = near(problem, seed, spread), near(problem, seed + 1000, spread)
@@ -105,19 +121,6 @@ def test_bounded_constants_are_attained(profile):
     assert bend == pytest.approx(known.smoothness, rel=tight)
 
 
-def test_noise_reaches_exactly_zero_and_else_stays_at_the_minimum():
-    rng = np.random.default_rng(0)
-    quiet, noisy = problems.BoundedNonConvex(6, 0.0), problems.BoundedNonConvex(6, 1.0)
-    x = near(quiet, 0)
-    np.testing.assert_array_equal(quiet.grad(x, quiet.sample(rng)), quiet.full_grad(x))
-    assert quiet.constants.noise == 0
-    x, e = noisy.data["centre"], 1e-4
-    samples = [noisy.sample(rng) for _ in range(50)]
-    bends = [(noisy.grad(x + e, xi) - noisy.grad(x - e, xi)) / (2 * e) for xi in samples]
-    assert np.std(bends) > 0.3  # samples differ in curvature
-    assert np.linalg.norm(noisy.grad(x, samples[0])) == pytest.approx(1.0)  # sigma
-
-
 def test_bounded_works_on_arrays_of_iterates_and_of_sigmas():
     sigmas, rng = np.array([0.0, 0.5])[:, None], np.random.default_rng(0)
     many = problems.BoundedNonConvex(4, sigmas)
@@ -129,18 +132,6 @@ def test_bounded_works_on_arrays_of_iterates_and_of_sigmas():
         assert many.value(x, xi)[i, k] == pytest.approx(one.value(x[i, k], own))
 
 
-def test_phase_retrieval_constants_on_a_ball():
-    problem, truth = problems.digit_phase_retrieval()
-    radius = 2 * float(np.linalg.norm(truth))
-    known, rng = problem.constants_within(radius), np.random.default_rng(0)
-    for _ in range(50):
-        x, y = (v / np.linalg.norm(v) for v in rng.standard_normal((2, problem.dim)))
-        x, y, xi = radius * x, 0.9 * radius * y, problem.sample_batch(rng, 1)
-        gap = np.linalg.norm(problem.grad(x, xi) - problem.grad(y, xi))
-        assert gap <= known.smoothness * np.linalg.norm(x - y)
-        assert np.linalg.norm(problem.grad(x, xi)) <= known.grad_bound
-
-
 # Planted solutions are found again; images too.
 
 
@@ -149,7 +140,7 @@ def solve(problem, steps, lr=3.0):
 
 
 def test_phase_retrieval_recovers_the_digit_up_to_sign():
-    problem, truth = problems.digit_phase_retrieval()
+    problem, truth = problems.measured_image(problems.digit_image())
     assert problem.error(problem.start(), truth) > 0.3
     x = solve(problem, 2000)
     assert problem.error(x, truth) < 1e-6
@@ -157,7 +148,7 @@ def test_phase_retrieval_recovers_the_digit_up_to_sign():
 
 
 def test_nmf_recovers_the_planted_factors_up_to_order_and_scale():
-    problem, w, h = problems.planted_nmf()
+    problem, w, h = planted_nmf()
     found_w, found_h = problem.factors(solve(problem, 6000))
     assert min(found_w.min(), found_h.min()) >= 0
     assert np.linalg.norm(found_w @ found_h - w @ h) < 0.01 * np.linalg.norm(w @ h)
@@ -168,7 +159,7 @@ def test_nmf_recovers_the_planted_factors_up_to_order_and_scale():
 
 
 def test_matrix_completion_recovers_entries_it_never_saw():
-    problem, full = problems.planted_completion()
+    problem, full = planted_completion()
     hidden = np.ones(full.shape, bool)
     hidden[tuple(problem.data["indices"].T)] = False
     error = (problem.matrix(solve(problem, 2000)) - full)[hidden]
@@ -182,43 +173,16 @@ def test_robust_regression_recovers_coefficients_that_least_squares_misses():
     assert np.linalg.norm(solve(problem, 5000, 1.0) - truth) < 0.02 * np.linalg.norm(truth)
 
 
-def test_images_are_completed_and_factored():
-    problem, image = problems.image_completion(shrink=8, rank=5)
-    assert problem.n_samples == pytest.approx(image.size / 2, rel=0.05)
-    points = problem.start(), solve(problem, 1500)
-    before, after = (np.linalg.norm(problem.matrix(x) - image) for x in points)
-    assert after < 0.45 * before
-    problem = problems.digits_nmf(rank=5, images=100)
-    x = solve(problem, 1500)
-    assert problem.full_value(x) < 0.5 * problem.full_value(problem.start())
-
-
 def test_data_and_helpers_are_what_they_say():
-    shapes = {"breast_cancer": (569, 31), "digits_parity": (1797, 62), "diabetes_robust": (442, 11)}
+    shapes = {"breast_cancer": (569, 31), "digits_parity": (1797, 62)}
     for name, shape in shapes.items():
         assert getattr(problems, name)().data["features"].shape == shape
     assert problems.digit_image(3).shape == (8, 8)
+    assert problems.digits_nmf(rank=5, images=100).dim == 5 * (64 + 100)
     assert problems.sample_image("flower").shape == (106, 160)
     assert 0 <= problems.sample_image().min() < problems.sample_image().max() <= 1
-    image = np.outer(np.arange(1.0, 5), np.ones(4))
-    phase, truth = problems.measured_image(image)
-    assert (truth**2).mean() == pytest.approx(1.0)
-    assert phase.error(truth, truth) == 0
-    completion, mask = problems.masked_matrix(image, 1, seen=0.7)
+    completion, mask = problems.masked_matrix(np.ones((4, 4)), 1, seen=0.7)
     assert completion.n_samples == mask.sum()
-
-
-def test_a_users_own_problem_is_a_few_lines(capsys, request):
-    """The example of docs/theory.md, as it stands there."""
-    page = request.config.rootpath / "docs" / "theory.md"
-    if not page.exists():
-        pytest.skip("needs docs, which the source distribution leaves out")
-    example, scope = page.read_text().split("A problem of your own is")[1], {}
-    exec(example.split("```")[1].removeprefix("python"), scope)
-    assert isinstance(scope["problem"], problems.Problem)
-    assert np.linalg.norm(scope["result"].x - [1.0, -2.0]) < 0.1
-    assert scope["observer"].latest["smoothness"] <= 2  # the loss is 2-smooth
-    assert "noise_sq" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -226,7 +190,7 @@ def test_a_users_own_problem_is_a_few_lines(capsys, request):
     [
         ("BoundedNonConvex", (3, -1.0), "sigma must be finite and not negative, got -1.0"),
         ("NonConvexLogistic", (np.ones((2, 2)), [0, 1]), "targets must be -1 or 1"),
-        ("RobustRegression", (np.ones((2, 2)), [1.0]), "one number a row"),
+        ("RobustRegression", (np.ones((2, 2)), [1.0]), "one number per row"),
         ("PhaseRetrieval", (np.ones((2, 2)), [1.0, -1.0]), "none negative"),
         ("NonNegativeFactorisation", (-np.ones((2, 2)), 1), "no negative entry"),
         ("MatrixCompletion", ((2, 2), np.zeros((3, 2), int), [1.0], 1), "one row"),
@@ -239,7 +203,7 @@ def test_errors_say_what_is_wrong(name, arguments, message):
     with pytest.raises(ValueError, match="profile must be 'well' or 'ripple', got 'hill'"):
         problems.BoundedNonConvex(3, profile="hill")
     with pytest.raises(ValueError, match="batch_size must be at least 1, got 0"):
-        problems.planted_nmf(batch_size=0)
+        problems.breast_cancer(batch_size=0)
 
 
 def run_python(code):
@@ -247,7 +211,7 @@ def run_python(code):
 
 
 def test_importing_theory_imports_no_framework():
-    names = "theory.problems, stormplus.theory, stormplus.theory.rates, stormplus.theory.rivals"
+    names = "theory.problems, stormplus.theory, stormplus.theory.rivals"
     done = run_python(
         f"import sys, stormplus.{names}\n"
         "print([m for m in ('torch', 'jax', 'sklearn', 'matplotlib') if m in sys.modules])"

@@ -1,25 +1,26 @@
-"""Runs with all that the proofs speak of, and the paper's bounds on them, constants included."""
+"""Whole runs with every vector of the proofs, and the paper's bounds on them with constants."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import OptimizeResult, brentq
 
 from stormplus.reference import minimize
-from stormplus.theory.lemmas import Inequality
-from stormplus.theory.problems.base import Array, Objective
+from stormplus.theory.lemmas import Inequality, beta, tau_star
+from stormplus.theory.problems.base import Array, Constants, Objective
 
 
 class Trace(NamedTuple):
-    """A run with everything the proofs speak of; row t - 1 is time t.
+    """Every vector of a run; row t - 1 is time t.
 
     Attributes:
         x: x_1, ..., x_T.
         g: g_t = grad f(x_t; xi_t).
-        g_tilde: g~_t = grad f(x_t; xi_{t+1}), one row less.
+        g_tilde: g~_t = grad f(x_t; xi_{t+1}); T - 1 rows.
         g_bar: grad f(x_t).
         d: d_t.
         gain: a_1, ..., a_{T+1}.
@@ -50,21 +51,15 @@ def trace_run(
     steps: int,
     *,
     x0: Array | None = None,
-    method: str = "storm+",
-    lr: float = 1.0,
-    rng: np.random.Generator | int = 0,
-    **rule_options: Any,
+    **options: Any,
 ) -> Trace:
-    """Run `minimize` on a problem and keep every vector of every step.
+    """Run `minimize` on a problem with a full gradient, and keep every vector of every step.
 
     Args:
-        problem: With a full gradient.
+        problem: The problem.
         steps: T.
-        x0: x_1; by default the problem's own start.
-        method: As for `minimize`.
-        lr: As for `minimize`.
-        rng: As for `minimize`.
-        **rule_options: As for `minimize`.
+        x0: x_1; by default `problem.start()`.
+        **options: As for `minimize`.
     """
     calls: list[Array] = []
     rows: list[tuple[Array, Array]] = []
@@ -77,17 +72,8 @@ def trace_run(
         rows.append((result.x, result.estimator))
 
     start = problem.start() if x0 is None else x0
-    result = minimize(
-        grad,
-        start,
-        problem.sample,
-        steps,
-        method=method,
-        lr=lr,
-        rng=rng,
-        callback=keep,
-        **rule_options,
-    )
+    options = {"rng": 0} | options
+    result = minimize(grad, start, problem.sample, steps, callback=keep, **options)
     x, d = (np.array(part) for part in zip(*rows))
     # minimize evaluates g_1, and then g_t before g~_{t-1} (Alg. 1, line 5).
     return Trace(
@@ -102,12 +88,12 @@ def trace_run(
 
 
 def square_sums(rows: Array) -> float:
-    """sum_t |row_t|^2."""
+    """Return sum_t |row_t|^2."""
     return float((rows * rows).sum())
 
 
 def error_dynamics(trace: Trace) -> Array:
-    """What Eq. (ErrorDynamics) leaves over, for t = 2, ..., T: zero but for rounding.
+    """Return the residual of Eq. (ErrorDynamics) for t = 2, ..., T: zero up to rounding.
 
     eps_t - [(1 - a_t) eps_{t-1} + a_t (g_t - g_bar_t) + (1 - a_t) Z_t].
     """
@@ -135,7 +121,7 @@ def sum_of_gradients(
 
 
 def offline_sum_bound(smoothness: float, value_range: float) -> float:
-    """The offline theorem with its constant: sum |g_bar_t|^2 is at most this, for every T.
+    """Return the bound on sum |g_bar_t|^2 of the offline theorem, valid for every T.
 
     The largest S with S <= B (1 + S)^(2/9) S^(1/3) + L S^(2/3), the last line of
     Eq. (OfflineCase). In closed form S <= max(1, 8 L^3, 2^(11/4) B^(9/4)): one of the two
@@ -165,7 +151,7 @@ class MainConstants(NamedTuple):
 def main_theorem_constants(
     smoothness: float, grad_bound: float, value_range: float, *, as_printed: bool = False
 ) -> MainConstants:
-    """The constants of E|grad f(x_bar)| <= O(M / sqrt(T) + kappa sigma^(1/3) / T^(1/3)).
+    """Return the constants of E|grad f(x_bar)| <= O(M / sqrt(T) + kappa sigma^(1/3) / T^(1/3)).
 
     The paper prints kappa = B^(3/4) + L^(3/2). The proof has (1024 L^3 + 12)(sigma^2 T)^(1/3)
     in case 1, so an absolute constant belongs to kappa: 1 + B^(3/4) + L^(3/2). Without it
@@ -182,9 +168,43 @@ def main_theorem_constants(
     return MainConstants(kappa, offset)
 
 
-def remembered(gain: Array) -> Array:
-    """prod_{i<=t} (1 - a_i): the weight of the first sample's error in eps_t.
+def expected_error_simplified(traces: Sequence[Trace], known: Constants) -> Inequality:
+    """Eq. (EpsFinalPartA), with the mean over runs of simplified STORM+ for E.
 
-    `gain` starts at a_2: a_1 = 1 is what puts that error there.
+    E sum |eps_t|^2 <= 72 L^2 T^(2/9) (E sum |d_t|^2)^(1/3) + 24 sigma^2 T^(1/3).
     """
-    return np.asarray(np.cumprod(1 - gain), np.float64)
+    smoothness, _, noise = _require(known)
+    T = len(traces[0].d)
+    d_sum = np.mean([square_sums(trace.d) for trace in traces])
+    drift = 72 * smoothness**2 * T ** (2 / 9) * d_sum ** (1 / 3)
+    error = float(np.mean([square_sums(trace.error) for trace in traces]))
+    return Inequality(error, float(drift + 24 * noise**2 * T ** (1 / 3)))
+
+
+def expected_error(traces: Sequence[Trace], known: Constants) -> tuple[Inequality, Inequality]:
+    """Eqs. (EpsBoundFirstPart) and (FinalFormSplitCases), the mean over runs of STORM+ for E.
+
+    E sum_{t<=tau*} |eps_t|^2 <= 2 C_1 / beta + 24 (L^2 / beta) D^(1/3), with C_1 = 12 + 2 G^2 and
+    D = E sum |d_t|^2; and (1/3) E sum |eps_t|^2 <= 24 L^2 / (beta beta~) D^(1/3)
+    + 2 C_1 / (beta beta~) + 2 G^2 + (1024 L^3 + 12) (1 + E sum |g_t|^2)^(1/3) + D / 64.
+    """
+    smoothness, grad_bound, _ = _require(known)
+    threshold = beta(grad_bound)
+    inverse = (threshold**-1.5 + grad_bound**2) ** (2 / 3) / threshold  # 1 / (beta beta~)
+    d_sum = np.mean([square_sums(trace.d) for trace in traces])
+    g_sum = np.mean([square_sums(trace.g) for trace in traces])
+    early = [square_sums(t.error[: tau_star(t.gain.tolist(), grad_bound)]) for t in traces]
+    constant = 2 * (12 + 2 * grad_bound**2)
+    drift = 24 * smoothness**2 * d_sum ** (1 / 3)
+    first = Inequality(float(np.mean(early)), float((constant + drift) / threshold))
+    right = (drift + constant) * inverse + 2 * grad_bound**2 + d_sum / 64
+    right += (1024 * smoothness**3 + 12) * (1 + g_sum) ** (1 / 3)
+    error = np.mean([square_sums(trace.error) for trace in traces])
+    return first, Inequality(float(error / 3), float(right))
+
+
+def _require(known: Constants) -> tuple[float, float, float]:
+    """Return L, G and sigma, or raise if the problem does not have them all."""
+    if known.smoothness is None or known.grad_bound is None or known.noise is None:
+        raise ValueError(f"the bounds need L, G and sigma, got {known}")
+    return known.smoothness, known.grad_bound, known.noise

@@ -1,8 +1,7 @@
 """The paper's inequalities on sequences, each as a pair (left side, right side).
 
-They are written with arithmetic only, so that `float` shows what a computer sees and
-`decimal.Decimal`, with as many digits as one likes, tells a rounding error from a
-statement that is false. `docs/theory.md` lists what was found.
+They use arithmetic only, so they run on `float` and on `decimal.Decimal`: what fails with 80
+digits is false, what fails in floats alone is rounding. `docs/theory.md` lists the findings.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple, TypeAlias
 
-# A float or a decimal.Decimal; one kind a call.
+# A float or a decimal.Decimal; one kind per call.
 Number: TypeAlias = Any
 
 
@@ -22,18 +21,18 @@ class Inequality(NamedTuple):
     right: Number
 
     def holds(self, tolerance: float = 0.0) -> bool:
-        """Whether it holds, up to a fraction `tolerance` of the right side."""
+        """Return whether it holds, up to a fraction `tolerance` of the right side."""
         return bool(self.left <= self.right + type(self.right)(tolerance) * abs(self.right))
 
 
 def _ratio(numerator: int, denominator: int, like: Number) -> Number:
-    """A fraction in the number type of `like`: 2/3 to all its digits."""
+    """Return a fraction in the number type of `like`."""
     kind = type(like)
     return kind(numerator) / kind(denominator)
 
 
 def _before(terms: Sequence[Number], first: Number) -> list[Number]:
-    """The sums first + sum_{j<i} b_j, for each i."""
+    """Return first + sum_{j<i} b_j for each i."""
     return list(accumulate(terms[:-1], initial=first))
 
 
@@ -123,19 +122,19 @@ def young(a: Number, b: Number, rho: Number) -> Inequality:
 
 
 def gains(g_sq: Sequence[Number]) -> list[Number]:
-    """a_1, ..., a_{T+1} of STORM+ for squared gradient norms |g_1|^2, ..., |g_T|^2."""
+    """Return a_1, ..., a_{T+1} of STORM+ for squared gradient norms |g_1|^2, ..., |g_T|^2."""
     one = type(g_sq[0])(1)
     power = -_ratio(2, 3, g_sq[0])
     return [total**power for total in accumulate(g_sq, initial=one)]
 
 
 def beta(grad_bound: Number) -> Number:
-    """The threshold beta = min(1, 1/G^4)."""
+    """Return the threshold beta = min(1, 1/G^4)."""
     return 1 / max(type(grad_bound)(1), grad_bound**4)
 
 
 def tau_star(a: Sequence[Number], grad_bound: Number) -> int:
-    """tau* = max{t in [T]: a_t >= beta}, for a_1, ..., a_{T+1}.
+    """Return tau* = max{t in [T]: a_t >= beta}, for a_1, ..., a_{T+1}.
 
     It is a stopping time because a_t never grows: {tau* <= t} = {a_{t+1} < beta} for
     t < T, and a_{t+1} is known at time t. For gains that may grow (STORM's with a
@@ -147,7 +146,7 @@ def tau_star(a: Sequence[Number], grad_bound: Number) -> int:
 def ats_tau_star(
     g_sq: Sequence[Number], grad_bound: Number
 ) -> tuple[list[Inequality], list[Inequality]]:
-    """Lemma AtsTauStar, both parts, one inequality a step.
+    """Lemma AtsTauStar, both parts, one inequality per step.
 
     1/a_{t+1} <= 1/beta~ for t <= tau*, with 1/beta~ = (1/beta^(3/2) + G^2)^(2/3), and
     1/a_{t+1} - 1/a_t <= 2/3 for t >= tau* + 1.

@@ -1,8 +1,7 @@
-"""Watching a run: the quantities of the theory, from gradients the run computes anyway.
+"""Record the quantities of the theory along a run, from gradients that the run computes anyway.
 
-Both gradients of a step are there: g~_t = grad f(x_t; xi_{t+1}) and g_{t+1}. So are, of
-the step before, d_t and g_t, the latter at the same point x_t as g~_t but with another,
-independent sample. From these, without one more evaluation:
+A step has the gradients g~_t = grad f(x_t; xi_{t+1}) and g_{t+1}, and from the step before d_t
+and g_t. g_t and g~_t are two independent samples at x_t. They give, without another evaluation:
 
 | row             | what it is                                            | estimates           |
 |-----------------|-------------------------------------------------------|---------------------|
@@ -10,26 +9,28 @@ independent sample. From these, without one more evaluation:
 | `drift_sq`      | |g_{t+1} - g~_t|^2                                    |                     |
 | `smoothness`    | the largest |g_{t+1} - g~_t| / |x_{t+1} - x_t| so far | L on the path       |
 | `noise_sq`      | running mean of |g_t - g~_t|^2 / 2                    | sigma^2             |
-| `error_sq`      | running mean of |d_t - g~_t|^2, less `noise_sq`       | |eps_t|^2           |
+| `error_sq`      | running mean of |d_t - g~_t|^2, minus `noise_sq`      | |eps_t|^2           |
 | `true_error_sq` | |d_t - grad f(x_t)|^2, if `full_grad` is given        |                     |
-| `true_noise_sq` | |g_t - grad f(x_t)|^2, likewise                       |                     |
+| `true_noise_sq` | |g_t - grad f(x_t)|^2, if `full_grad` is given        |                     |
 
-Both estimates are unbiased, since xi_{t+1} is independent of d_t and of g_t given x_t.
-The spread of `error_sq` is of the order sigma^2 / sqrt(window): an error much smaller
-than that drowns in it, and the value can be negative. Use `full_grad` then.
+Both estimates are unbiased, since xi_{t+1} is independent of d_t and of g_t given x_t. The spread
+of `error_sq` is about sigma^2 / sqrt(window), so it can be negative; use `full_grad` to see errors
+well below sigma^2.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 import numpy as np
 
+from stormplus.install import how_to
 from stormplus.theory.problems.base import Array
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from scipy.optimize import OptimizeResult
     from torch import Tensor
 
@@ -39,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class ScalarWriter(Protocol):
-    """What a TensorBoard `SummaryWriter` has."""
+    """The method of a TensorBoard `SummaryWriter` that is used."""
 
     def add_scalars(
         self, main_tag: str, tag_scalar_dict: dict[str, float], global_step: int
@@ -60,18 +61,18 @@ class _RunningMean:
 
 
 class Observer:
-    """Records the theory's quantities of a run of `minimize`, or of a paired torch optimizer.
+    """Records a run of `minimize`, or of a paired torch optimizer, in `rows` (one dict per step).
 
     With `minimize`: `minimize(observer.watch(grad), x0, sample, steps, callback=observer)`.
-    With torch: `with observer.attach(optimizer): ...`, whatever the loop looks like.
+    With torch: `with observer.attach(optimizer): ...`, around any training loop.
 
     Args:
         full_grad: The exact gradient: `full_grad(x)` for `minimize`; for torch
-            `full_grad()`, which returns one tensor a parameter (None for a frozen one), of the
-            loss: weight decay and the sign of `maximize` are added. Its cost is the caller's.
-        window: How many steps the running means look back.
-        every: Keep one row in so many steps. Running means see every step all the same.
-        writer: A TensorBoard `SummaryWriter`; gets each row that is kept.
+            `full_grad()`, which returns one tensor per parameter (None for a frozen one), of the
+            loss: weight decay and the sign of `maximize` are added.
+        window: The number of steps that running means look back.
+        every: Keep one row in so many steps. Running means use every step.
+        writer: A TensorBoard `SummaryWriter`, which gets each row that is kept.
         tag: The writer's main tag.
     """
 
@@ -99,17 +100,70 @@ class Observer:
         """The last row."""
         return self.rows[-1]
 
+    def plot(self) -> Figure:
+        """Draw gain and step size, |g| and |d|, and the errors; needs matplotlib."""
+        try:
+            from matplotlib.figure import Figure
+        except ImportError as error:
+            raise ImportError(f"observer.plot() needs matplotlib: {how_to('theory')}") from error
+        figure = Figure(figsize=(10, 3.2), layout="constrained")
+        panels = (
+            ("gain and step size", {"gain": "$a_{t+1}$", "step_size": r"$\eta_t$"}),
+            ("norms", {"grad_norm": "$|g_t|$", "estimator_norm": "$|d_t|$"}),
+            (
+                "squared errors",
+                {
+                    "true_noise_sq": r"$|g_t-\nabla f|^2$",
+                    "true_error_sq": r"$|d_t-\nabla f|^2$",
+                    "noise_sq": r"$\sigma^2$, estimated",
+                    "error_sq": r"$|\epsilon_t|^2$, estimated",
+                },
+            ),
+        )
+        for axis, (title, names) in zip(figure.subplots(1, 3), panels):
+            for name, label in names.items():
+                points = [(row["step"], row[name]) for row in self.rows if row.get(name, 0) > 0]
+                if points:
+                    axis.loglog(*zip(*points), label=label, linewidth=1)
+                    axis.legend(fontsize=8)
+            axis.set_title(title, fontsize=9)
+            axis.set_xlabel("samples t")
+            axis.grid(True, alpha=0.3)
+        return figure
+
+    def table(self, style: str = "markdown", columns: Sequence[str] | None = None) -> str:
+        """Return the rows as "csv", "markdown" or "latex" (a `tabular`).
+
+        Args:
+            style: The format. Numbers have 4 digits, in CSV all of them.
+            columns: Names of the columns; by default all, in the order of the last row.
+        """
+        names = list(columns or self.latest)
+        digits = "" if style == "csv" else ".4g"
+        cells = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
+        if style == "csv":
+            return "\n".join(",".join(line) for line in [names, *cells]) + "\n"
+        if style == "markdown":
+            lines = [names, ["---"] * len(names), *cells]
+            return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+        if style == "latex":
+            head = [name.replace("_", r"\_") for name in names]
+            body = "\n".join(" & ".join(line) + r" \\" for line in [head, *cells])
+            spec = "r" * len(names)
+            return f"\\begin{{tabular}}{{{spec}}}\n{body}\n\\end{{tabular}}\n"
+        raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
+
     def due(self, step: int) -> bool:
-        """Whether the row of this step is kept."""
+        """Return whether the row of this step is kept."""
         return (step - 1) % self.every == 0
 
     def record(self, step: int, row: dict[str, float], pair: dict[str, float] | None) -> None:
-        """Add a step: its own row, and what its two gradients tell (None on the first).
+        """Add a step.
 
         Args:
             step: t, from 1.
-            row: What is known without the pair.
-            pair: `innovation_sq`, `drift_sq`, `move_sq`, `two_sample_sq`.
+            row: What is known without the pair of gradients.
+            pair: `innovation_sq`, `drift_sq`, `move_sq`, `two_sample_sq`; None if there is no pair.
         """
         if pair is not None:
             if pair["move_sq"] > 0:
@@ -132,7 +186,7 @@ class Observer:
     # With `minimize`.
 
     def watch(self, grad: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-        """`grad`, which also tells the observer."""
+        """Return `grad` with a record of its calls."""
 
         def watched(x: Any, xi: Any) -> Any:
             g = grad(x, xi)
@@ -142,22 +196,20 @@ class Observer:
         return watched
 
     def __call__(self, result: OptimizeResult) -> None:
-        """The callback of `minimize`: one sample is done."""
+        """Record one sample: the callback of `minimize`."""
         calls, self._calls = self._calls, []
         if not calls:
             raise RuntimeError(
                 "the observer saw no gradient: call minimize(observer.watch(grad), ..., "
                 "callback=observer)"
             )
-        if result.nit == 1:  # what a run before this one has left is none of its business
+        if result.nit == 1:  # drop calls that a failed run has left
             calls, self._previous = calls[-1:], None
-        x, d = _flat(result.x), _flat(result.estimator)
-        g = next((g for at, g in calls if np.array_equal(at, x)), calls[0][1])
+        x, d, g = _flat(result.x), _flat(result.estimator), calls[0][1]
         pair = None
         if self._previous is not None and len(calls) == 2:
+            g_tilde = calls[1][1]  # minimize evaluates g_{t+1} first (Alg. 1, line 5)
             x_old, g_old, d_old = self._previous
-            found = (g for at, g in reversed(calls) if np.array_equal(at, x_old))
-            g_tilde = next(found, calls[-1][1])  # without one `minimize` would take it for a stop
             pair = {
                 "innovation_sq": _square(d_old - g_tilde),
                 "drift_sq": _square(g - g_tilde),
@@ -165,7 +217,7 @@ class Observer:
                 "two_sample_sq": _square(g_old - g_tilde),
             }
         self._previous = (x, g, d)
-        row = {name: float(np.mean(result[name])) for name in ("gain", "step_size")}
+        row = {"gain": float(result.gain), "step_size": float(result.step_size)}
         row |= {"grad_norm": _square(g) ** 0.5, "estimator_norm": _square(d) ** 0.5}
         if self.full_grad is not None and self.due(result.nit):
             g_bar = _flat(self.full_grad(result.x))
@@ -175,10 +227,10 @@ class Observer:
     # With torch.
 
     def attach(self, optimizer: PairedOptimizer) -> Attachment:
-        """Watch `StormPlus`, `SimplifiedStormPlus` or `Storm` until `close()`, or within `with`.
+        """Record a `PairedOptimizer` until `close()`, or within `with`.
 
         Raises:
-            TypeError: The optimizer takes no pairs of gradients, so there is nothing to record.
+            TypeError: The optimizer takes one gradient per step.
             RuntimeError: This observer is attached already.
         """
         from stormplus.torch import PairedOptimizer
@@ -186,7 +238,7 @@ class Observer:
         if not isinstance(optimizer, PairedOptimizer):
             raise TypeError(
                 "the observer records pairs of gradients: attach it to StormPlus, "
-                "SimplifiedStormPlus or Storm (Untuned takes one gradient a step), got "
+                "SimplifiedStormPlus or Storm (Untuned takes one gradient per step), got "
                 f"{type(optimizer).__name__}"
             )
         if self._attachment is not None:
@@ -196,20 +248,20 @@ class Observer:
 
 
 class Attachment(AbstractContextManager["Attachment"]):
-    """An observer at work on a torch optimizer; leaving the context, or `close()`, ends it.
+    """Connects an observer to a torch optimizer, until `close()` or the end of the context.
 
-    It holds one more buffer than the optimizer (g_t), and two more while the parameters move.
+    It keeps g_t between steps, and two more copies while the parameters move.
     """
 
     def __init__(self, observer: Observer, optimizer: PairedOptimizer) -> None:
         self.observer, self.optimizer = observer, optimizer
         self._g: Vectors = {}  # g_t
         self._before: tuple[Vectors, Vectors, dict[str, float]] | None = None  # while moving
-        self._half: tuple[Vectors, dict[str, float]] | None = None  # g~_t and what it told
+        self._half: tuple[Vectors, dict[str, float]] | None = None  # g~_t, and the row so far
         self._handle = optimizer.register_pass_hook(self._on_pass)
 
     def close(self) -> None:
-        """Stop watching. A second call does nothing."""
+        """Stop recording. A second call does nothing."""
         self._handle.remove()
         self._g, self._before, self._half = {}, None, None
         if self.observer._attachment is self:
@@ -231,9 +283,9 @@ class Attachment(AbstractContextManager["Attachment"]):
             elif when == "after_estimate":
                 self._after_estimate()
             elif when == "failed":
-                self._before = None  # nothing has moved; a pair that is pending keeps its half
+                self._before = None  # nothing has moved; a pending pair keeps its first half
             elif when == "restarted":
-                self._half = None  # its partner will not come
+                self._half = None  # the second half will not come
 
     def _before_move(self) -> None:
         g_tilde, d = self._gradients(), self._estimators()
@@ -265,10 +317,10 @@ class Attachment(AbstractContextManager["Attachment"]):
         self.observer.record(step, row, pair)
 
     def _gradients(self, given: list[Tensor | None] | None = None) -> Vectors:
-        """Gradients as the optimizer sees them: L2 decay and the sign are in.
+        """Return the gradients as the optimizer sees them, with L2 decay and sign.
 
-        Those of `.grad`, or those given, one a parameter. A parameter without one, or
-        frozen, is left out, and so takes no part in a comparison.
+        From `.grad`, or those given, one per parameter. Parameters without a gradient and frozen
+        ones are left out.
         """
         found: Vectors = {}
         params = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
@@ -287,7 +339,7 @@ class Attachment(AbstractContextManager["Attachment"]):
 
 
 def _apart(left: Vectors, right: Vectors) -> float:
-    """|left - right|^2 over the parameters that both have, in float64; waits once."""
+    """|left - right|^2 over the parameters that both have, in float64."""
     import torch
 
     both = [p for p in left if p in right]

@@ -1,26 +1,21 @@
-"""The methods that STORM+ is compared with, in reference form, to be read beside their papers.
+"""Variance-reduction methods for finite sums, to be read beside their papers.
 
-A method is a generator: it draws samples, takes gradients and yields the iterate after each of
-its moves. The first two need nothing but gradients, so the rate experiment runs them on many
-runs at once. The other four reduce the variance on a finite sum, and every gradient of every
-data point is counted, those of anchors and mega-batches too: STORM+ with batches of b pays 2b
-a step and nothing else.
+A method is a generator that yields the iterate after each move. Every gradient of every data
+point is counted, also those of anchors and mega-batches; STORM+ with batches of b pays 2b per step.
 
-| method         | estimator, with the step before's x' and v'   | what it needs besides           |
-|----------------|-----------------------------------------------|---------------------------------|
-| `sgd`          | g_i(x), steps that fall as 1 / sqrt(t)        | L, or tuning                    |
-| `adagrad-norm` | g_i(x), steps by the sum of |g_i|^2           |                                 |
-| `svrg`         | g_i(x) - g_i(anchor) + full(anchor)           | L, n; a full pass an anchor     |
-| `scsg`         | the same, the anchor's mean over B_j points   | L; mega-batches that grow       |
-| `spider`       | v' + g_S(x) - g_S(x')                         | L, n, the accuracy; full passes |
-| `hybrid-sarah` | b (v' + g_i(x) - g_i(x')) + (1 - b) g_j(x)    | L, the horizon; one mega-batch  |
+| method         | estimator; x', v' are those of the last step | what it needs                   |
+|----------------|----------------------------------------------|---------------------------------|
+| `svrg`         | g_i(x) - g_i(anchor) + full(anchor)          | L, n; a full pass per anchor    |
+| `scsg`         | the same, the anchor's mean over B_j points  | L; mega-batches that grow       |
+| `spider`       | v' + g_S(x) - g_S(x')                        | L, n, the accuracy; full passes |
+| `hybrid-sarah` | b (v' + g_i(x) - g_i(x')) + (1 - b) g_j(x)   | L, the horizon; one mega-batch  |
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,31 +26,12 @@ from stormplus.theory.problems.base import Array, FiniteSum
 Indices = NDArray[np.int64]
 
 
-def square_norm(v: Array) -> Any:
-    """|v|^2, over the last axis: one number for each of the runs in an array."""
-    return np.einsum("...i,...i->...", v, v)
-
-
-class Gradients(Protocol):
-    """Where a method gets its gradients from."""
-
-    def draw(self, size: int) -> Any:
-        """One sample, of `size` data points."""
-
-    def grad(self, x: Array, xi: Any) -> Array:
-        """The gradient of f(.; xi) at x."""
-
-
 class BudgetSpent(Exception):
-    """The next gradient would cost more than what is left."""
+    """The next gradient would exceed the budget."""
 
 
 class CountedGradients:
-    """Gradients of a finite sum, each paid for by the data point.
-
-    Raises:
-        BudgetSpent: Before a gradient that the budget does not cover.
-    """
+    """Gradients of a finite sum; counts one per data point and raises `BudgetSpent`."""
 
     def __init__(self, problem: FiniteSum, budget: int, rng: np.random.Generator) -> None:
         self.problem, self.budget, self.rng, self.spent = problem, budget, rng, 0
@@ -72,50 +48,10 @@ class CountedGradients:
         return self.problem.grad(x, xi)
 
     def difference(self, x: Array, other: Array, xi: Indices) -> Array:
-        """g_S(x) - g_S(other): two gradients a data point."""
+        """Return g_S(x) - g_S(other): two gradients per data point."""
         if self.spent + 2 * len(xi) > self.budget:
             raise BudgetSpent
         return self.grad(x, xi) - self.grad(other, xi)
-
-
-def sgd(
-    gradients: Gradients,
-    x: Array,
-    *,
-    smoothness: float,
-    step_size: float | Array | None,
-    batch_size: int = 1,
-) -> Iterator[Array]:
-    """x_{t+1} = x_t - step_size g_t / sqrt(t). Theory: 1 / L.
-
-    A `step_size` that is an array has one entry a run.
-    """
-    scale = np.asarray(1 / smoothness if step_size is None else step_size)[..., None]
-    t = 0
-    while True:
-        t += 1
-        x = x - scale / t**0.5 * gradients.grad(x, gradients.draw(batch_size))
-        yield x
-
-
-def adagrad_norm(
-    gradients: Gradients,
-    x: Array,
-    *,
-    smoothness: float | None = None,
-    step_size: float | None = None,
-    batch_size: int = 1,
-) -> Iterator[Array]:
-    """x_{t+1} = x_t - step_size g_t / sqrt(1 + sum_{i<=t} |g_i|^2): AdaGrad with one step size.
-
-    Theory: 1, whatever L is.
-    """
-    scale, total = 1.0 if step_size is None else step_size, 1.0
-    while True:
-        g = gradients.grad(x, gradients.draw(batch_size))
-        total = total + square_norm(g)
-        x = x - (scale / np.sqrt(total))[..., None] * g
-        yield x
 
 
 def svrg(
@@ -128,7 +64,8 @@ def svrg(
 ) -> Iterator[Array]:
     """SVRG for non-convex sums (Reddi et al. 2016; Allen-Zhu & Hazan 2016).
 
-    Theory: step size mu / (L n^(2/3)) and n / (3 mu) inner steps, mu = 1/4, batches of 1.
+    Theory: step size mu / (L n^(2/3)) and n / (3 mu) inner steps, batches of 1. Theorem 2 of Reddi
+    et al. needs Gamma > 0; with mu = 1/4 and n = 569, Gamma L n^(2/3) is at least 0.224.
     """
     mu = 0.25
     eta = mu / (smoothness * gradients.n ** (2 / 3)) if step_size is None else step_size
@@ -151,8 +88,8 @@ def scsg(
 ) -> Iterator[Array]:
     """SCSG (Lei et al. 2017): mega-batches of B_j points, a geometric number of steps.
 
-    Theory: B_j = min(j^(3/2), n), at least 8 batches; step size (b / B_j)^(2/3) / (3 L).
-    A tuned `step_size` replaces 1 / (3 L).
+    Theory: B_j = min(j^(3/2), n), at least 8 batches; step size gamma (b / B_j)^(2/3) / L with
+    gamma = 1/3, as in the paper. A tuned `step_size` replaces gamma / L.
     """
     scale = 1 / (3 * smoothness) if step_size is None else step_size
     j = 0
@@ -178,7 +115,7 @@ def spider(
     batch_size: int | None = None,
     accuracy: float = 1e-2,
 ) -> Iterator[Array]:
-    """SPIDER-SFO (Fang et al. 2018), finite-sum case with n_0 = 1.
+    """SPIDER-SFO (Fang et al. 2018), finite-sum case with the paper's n_0 = 1.
 
     Theory: batches of sqrt(n), a full pass every sqrt(n) steps, a move of length at most
     accuracy / L: step size min(accuracy / (L |v|), 1 / (2 L)). A tuned `step_size` is constant.
@@ -210,7 +147,7 @@ def hybrid_sarah(
     """The hybrid SARAH-SGD estimator with one loop (Tran-Dinh et al. 2019).
 
     v <- beta (v + g_i(x) - g_i(x_previous)) + (1 - beta) g_j(x), i and j independent:
-    three gradients a step. Theory, for a horizon of m steps: a first mega-batch of
+    three gradients per step. Theory, for a horizon of m steps: a first mega-batch of
     (m + 1)^(1/3) points, beta = 1 - 1 / sqrt(mega (m + 1)), and the largest step size with
     1 - L eta - (L eta alpha)^2 >= 0, alpha^2 = beta^2 (1 - beta^(2m)) / (1 - beta^2).
     """
@@ -228,8 +165,6 @@ def hybrid_sarah(
 
 
 METHODS: dict[str, Callable[..., Iterator[Array]]] = {
-    "sgd": sgd,
-    "adagrad-norm": adagrad_norm,
     "svrg": svrg,
     "scsg": scsg,
     "spider": spider,
@@ -249,15 +184,15 @@ def minimize_finite_sum(
     callback: Callable[[OptimizeResult], Any] | None = None,
     **options: Any,
 ) -> OptimizeResult:
-    """Run a rival until `evaluations` gradients of single data points are spent.
+    """Run a method until `evaluations` gradients of single data points are spent.
 
     Args:
         problem: A finite sum.
         x0: The first iterate.
         evaluations: The budget, anchors and mega-batches included.
         method: A name in `METHODS`.
-        step_size: None for what its own theory prescribes; else the tuned one.
-        smoothness: L; by default the problem's own.
+        step_size: None for the step size of the method's theory.
+        smoothness: L; by default that of the problem.
         rng: A generator or a seed.
         callback: `callback(result)` after each move, with `x`, `nit` and `ngev`.
         **options: `batch_size`; for "spider" also `accuracy`.
@@ -271,7 +206,7 @@ def minimize_finite_sum(
     if smoothness is None:
         smoothness = problem.constants.smoothness
     if smoothness is None:
-        raise ValueError("this problem's L is not known: pass smoothness=...")
+        raise ValueError("the problem has no L: pass smoothness=...")
     rng = np.random.default_rng(rng)
     (reservoir,) = rng.spawn(1)
     gradients = CountedGradients(problem, evaluations, rng)
@@ -281,10 +216,10 @@ def minimize_finite_sum(
     moves = METHODS[method](gradients, x0, smoothness=smoothness, step_size=step_size, **options)
     while True:
         try:
-            with np.errstate(over="ignore", invalid="ignore"):  # divergence is told below
+            with np.errstate(over="ignore", invalid="ignore"):  # divergence is reported below
                 x = next(moves)
         except BudgetSpent:
-            result["ngev"] = gradients.spent  # a last anchor counts, though it moved nothing
+            result["ngev"] = gradients.spent  # includes an anchor after the last move
             return result
         if not np.isfinite(x).all():
             result.update({"ngev": gradients.spent, "success": False, "message": "diverged"})

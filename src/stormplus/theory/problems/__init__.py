@@ -1,27 +1,22 @@
-"""Problems to run the theory on: the paper's assumptions met, and its applications.
+"""Problems for the theory: some meet the paper's assumptions, others are its applications.
 
-Synthetic problems come with their solution; those named after data use what ships inside
-scikit-learn. A problem of one's own needs `sample` and `grad` only: see `Problem`.
+Data comes from scikit-learn; nothing is downloaded. `minimize` itself needs no class of this
+package, only the functions `sample` and `grad`.
 """
 
-from stormplus.theory.problems.base import Constants, FiniteSum, Objective, Problem
+from stormplus.theory.problems.base import Constants, FiniteSum, Objective
 from stormplus.theory.problems.bounded import BoundedNonConvex
 from stormplus.theory.problems.data import (
     breast_cancer,
-    diabetes_robust,
     digit_image,
-    digit_phase_retrieval,
     digits_nmf,
     digits_parity,
-    image_completion,
     sample_image,
 )
 from stormplus.theory.problems.factor import (
     MatrixCompletion,
     NonNegativeFactorisation,
     masked_matrix,
-    planted_completion,
-    planted_nmf,
 )
 from stormplus.theory.problems.linear import NonConvexLogistic, RobustRegression, outlier_regression
 from stormplus.theory.problems.phase import PhaseRetrieval, measured_image
@@ -35,19 +30,13 @@ __all__ = [
     "NonNegativeFactorisation",
     "Objective",
     "PhaseRetrieval",
-    "Problem",
     "RobustRegression",
     "breast_cancer",
-    "diabetes_robust",
     "digit_image",
-    "digit_phase_retrieval",
     "digits_nmf",
     "digits_parity",
-    "image_completion",
     "masked_matrix",
     "measured_image",
     "outlier_regression",
-    "planted_completion",
-    "planted_nmf",
     "sample_image",
 ]

@@ -1,10 +1,8 @@
-"""What a problem is: one definition, with a NumPy face and a torch face.
+"""Base classes of the problems: `Objective`, and `FiniteSum` for data sets.
 
-A user's own problem needs two methods, `sample` and `grad` (the protocol `Problem`);
-`full_grad` lets the theory's observer see the true error. The problems of this package
-derive from `Objective`: they write their loss once, in operations that NumPy and torch
-share, and their gradient once, by hand, in NumPy. `Objective.module` is the torch face;
-its gradients come from autograd, so each face checks the other.
+A problem defines its loss once, in operations that NumPy and torch share, and its gradient once,
+by hand, in NumPy. `Objective.module` is the problem as a torch module, with gradients from
+autograd; the tests compare the two.
 """
 
 from __future__ import annotations
@@ -12,26 +10,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias, runtime_checkable
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 if TYPE_CHECKING:
-    from stormplus.theory.problems.torch_face import ProblemModule
+    from stormplus.theory.problems.module import ProblemModule
 
 Array: TypeAlias = NDArray[np.float64]
-
-
-@runtime_checkable
-class Problem(Protocol):
-    """The least that `stormplus.minimize` asks for."""
-
-    def sample(self, rng: np.random.Generator) -> Any:
-        """Draw one xi."""
-
-    def grad(self, x: Array, xi: Any) -> Array:
-        """The gradient of f(.; xi) at x."""
 
 
 @dataclass(frozen=True)
@@ -70,31 +57,31 @@ class Objective(ABC):
 
     @abstractmethod
     def loss(self, x: Any, xi: Any, data: Mapping[str, Any], xp: Any) -> Any:
-        """f(x; xi) in the operations of `xp` (numpy or torch): the definition."""
+        """Return f(x; xi), in the operations of `xp` (numpy or torch)."""
 
     @abstractmethod
     def grad(self, x: Array, xi: Any) -> Array:
-        """The gradient of f(.; xi) at x."""
+        """Return the gradient of f(.; xi) at x."""
 
     @abstractmethod
     def full_grad(self, x: Array) -> Array:
-        """The gradient of f at x, exactly."""
+        """Return the exact gradient of f at x."""
 
     @abstractmethod
     def full_value(self, x: Array) -> float:
-        """f(x), exactly."""
+        """Return f(x), exactly."""
 
     @abstractmethod
     def start(self, rng: np.random.Generator | int = 0) -> Array:
-        """A point to start from."""
+        """Return a point to start from."""
 
     def value(self, x: Array, xi: Any) -> float:
-        """f(x; xi)."""
+        """Return f(x; xi)."""
         return float(self.loss(x, xi, self.data, np))
 
     def module(self, x: Array | None = None) -> ProblemModule:
-        """The torch face: a module with the parameter `x`, whose call is f(x; xi)."""
-        from stormplus.theory.problems.torch_face import ProblemModule
+        """Return a torch module with the parameter `x`; calling it with xi returns f(x; xi)."""
+        from stormplus.theory.problems.module import ProblemModule
 
         return ProblemModule(self, self.start() if x is None else x)
 
@@ -112,7 +99,7 @@ class FiniteSum(Objective):
         return self.sample_batch(rng, self.batch_size)
 
     def sample_batch(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-        """`size` indices, independent and uniform."""
+        """Draw `size` independent indices."""
         return rng.integers(self.n_samples, size=size)
 
     def full_grad(self, x: Array) -> Array:
@@ -123,7 +110,7 @@ class FiniteSum(Objective):
 
 
 def check_batch_size(batch_size: int) -> int:
-    """`batch_size`, if it is a positive integer."""
+    """Return `batch_size` if it is positive."""
     if batch_size < 1:
         raise ValueError(f"batch_size must be at least 1, got {batch_size}")
     return batch_size

@@ -36,9 +36,8 @@ WELL_TILT_CURVATURE = (3 + 2 * math.sqrt(2)) / 4
 class BoundedNonConvex(Objective):
     """A sum of wells or of ripples; every constant of the paper is known.
 
-    All methods work on arrays of points too: the last axis is the coordinate, and
-    `sigma` may be an array over the leading axes. That is how many seeds and many noise
-    levels run as one.
+    All methods also work on arrays of points: the last axis is the coordinate, and `sigma` may be
+    an array over the leading axes.
 
     Args:
         dim: Number of coordinates.
@@ -94,11 +93,11 @@ class BoundedNonConvex(Objective):
         return (self.height * phi + s * (xi[0] * phi + xi[1] * psi)).sum(-1)
 
     def value(self, x: Array, xi: Any) -> Any:
-        """f(x; xi), of each point."""
+        """Return f(x; xi) of each point."""
         return self.loss(x, xi, self.data, np)
 
     def slopes(self, x: Array) -> tuple[Array, Array]:
-        """The pair phi', psi' in each coordinate."""
+        """Return phi' and psi' in each coordinate."""
         u = x - self.data["centre"]
         if self.profile == "ripple":
             return np.sin(u), np.cos(u)
@@ -111,7 +110,7 @@ class BoundedNonConvex(Objective):
         return self.grad_from_slopes(self.slopes(x), xi)
 
     def grad_from_slopes(self, slopes: tuple[Array, Array], xi: Any) -> Array:
-        """The gradient where the slopes are known: all samples at a point share them."""
+        """Return the gradient from the slopes, which all samples at a point share."""
         dphi, dpsi = slopes
         noise: Array = self.scale * (xi[0] * dphi + xi[1] * dpsi)
         return self.height * dphi + noise
@@ -120,12 +119,12 @@ class BoundedNonConvex(Objective):
         return self.height * self.slopes(x)[0]
 
     def full_value(self, x: Array) -> Any:
-        """f(x), of each point."""
+        """Return f(x) of each point."""
         zero = np.zeros(self.dim)
         return self.loss(x, (zero, zero), self.data, np)
 
     def start(self, rng: np.random.Generator | int = 0) -> Array:
-        """One unit from the centre in every coordinate, where the well is concave."""
+        """Return a point at distance 1 from the centre in every coordinate."""
         signs = 2.0 * np.random.default_rng(rng).integers(2, size=self.dim) - 1
         x: Array = self.data["centre"] + signs
         return x

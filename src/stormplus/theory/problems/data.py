@@ -9,13 +9,8 @@ import numpy as np
 
 from stormplus.install import how_to
 from stormplus.theory.problems.base import Array
-from stormplus.theory.problems.factor import (
-    MatrixCompletion,
-    NonNegativeFactorisation,
-    masked_matrix,
-)
-from stormplus.theory.problems.linear import NonConvexLogistic, RobustRegression
-from stormplus.theory.problems.phase import PhaseRetrieval, measured_image
+from stormplus.theory.problems.factor import NonNegativeFactorisation
+from stormplus.theory.problems.linear import NonConvexLogistic
 
 
 def _datasets() -> Any:
@@ -53,13 +48,6 @@ def digits_parity(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogis
     )
 
 
-def diabetes_robust(*, scale: float = 1.0, batch_size: int = 1) -> RobustRegression:
-    """Robust regression on the diabetes data (442 rows, 11 columns), all standardised."""
-    bunch = _datasets().load_diabetes()
-    y = (bunch.target - bunch.target.mean()) / bunch.target.std()
-    return RobustRegression(_standardised(bunch.data), y, scale=scale, batch_size=batch_size)
-
-
 def digit_image(index: int = 0) -> Array:
     """One 8 by 8 digit, pixels in [0, 1]."""
     image: Array = _datasets().load_digits().images[index] / 16
@@ -80,19 +68,6 @@ def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
     return image
 
 
-def digit_phase_retrieval(index: int = 0, *, seed: int = 0) -> tuple[PhaseRetrieval, Array]:
-    """Phase retrieval of one digit, and the digit."""
-    return measured_image(digit_image(index), seed=seed)
-
-
 def digits_nmf(*, rank: int = 10, images: int = 500) -> NonNegativeFactorisation:
-    """NMF of the first `images` digits: one image a column."""
+    """NMF of the first `images` digits, one image per column."""
     return NonNegativeFactorisation(_datasets().load_digits().data[:images].T / 16, rank)
-
-
-def image_completion(
-    name: str = "china", *, rank: int = 10, seen: float = 0.5, shrink: int = 4, seed: int = 0
-) -> tuple[MatrixCompletion, Array]:
-    """Completion of a sample image from a fraction of its pixels, and the image."""
-    image = sample_image(name, shrink=shrink)
-    return masked_matrix(image, rank, seen=seen, seed=seed)[0], image

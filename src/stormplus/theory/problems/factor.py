@@ -23,7 +23,7 @@ class NonNegativeFactorisation(FiniteSum):
     Args:
         matrix: V, m by n, not negative.
         rank: Columns of W.
-        batch_size: Columns of V a sample.
+        batch_size: Columns of V per sample.
     """
 
     def __init__(self, matrix: ArrayLike, rank: int, *, batch_size: int = 32) -> None:
@@ -38,12 +38,12 @@ class NonNegativeFactorisation(FiniteSum):
         self.constants = Constants()
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """U (m by r), and Z transposed (n by r): a row a sample."""
+        """U (m by r), and Z transposed (n by r), one row per sample."""
         cut = self.rows * self.rank
         return x[:cut].reshape(self.rows, self.rank), x[cut:].reshape(-1, self.rank)
 
     def factors(self, x: Array) -> tuple[Array, Array]:
-        """W and H, both without a negative entry."""
+        """Return W and H, which have no negative entry."""
         u, z = self._split(x)
         return u * u, self.stretch * (z * z).T
 
@@ -84,7 +84,7 @@ class MatrixCompletion(FiniteSum):
         indices: The seen entries, one row (i, j) each.
         entries: Their values.
         rank: Columns of U and V.
-        batch_size: Entries a sample.
+        batch_size: Entries per sample.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class MatrixCompletion(FiniteSum):
         values = np.asarray(entries, np.float64)
         if indices.shape != (len(values), 2):
             raise ValueError(
-                f"indices must be one row (i, j) an entry, got {indices.shape} for {values.shape}"
+                f"indices must be one row (i, j) per entry, got {indices.shape} for {values.shape}"
             )
         self.n_samples, self.dim = len(values), rank * sum(shape)
         self.factor = float(np.sqrt(shape[0]))
@@ -113,7 +113,7 @@ class MatrixCompletion(FiniteSum):
         return x[:cut].reshape(-1, self.rank), x[cut:].reshape(-1, self.rank)
 
     def matrix(self, x: Array) -> Array:
-        """U V^T: every entry, seen or not."""
+        """Return U V^T: every entry, seen or not."""
         u, v = self._split(x)
         product: Array = u @ v.T
         return product
@@ -135,7 +135,7 @@ class MatrixCompletion(FiniteSum):
         return np.concatenate([grad_u.ravel(), grad_v.ravel()])
 
     def start(self, rng: np.random.Generator | int = 0) -> Array:
-        """The leading singular vectors of the seen entries, missing ones filled with 0.
+        """Return the leading singular vectors of the seen entries, missing ones filled with 0.
 
         Entries are divided by the fraction seen, which makes the filled matrix unbiased.
         """
@@ -149,21 +149,6 @@ class MatrixCompletion(FiniteSum):
         return np.concatenate([u.ravel(), v.ravel()])
 
 
-def planted_nmf(
-    shape: tuple[int, int] = (20, 60), rank: int = 3, *, seed: int = 0, batch_size: int = 16
-) -> tuple[NonNegativeFactorisation, Array, Array]:
-    """An NMF problem with an exact solution, and that solution's W and H.
-
-    Each part has rows of its own and half of H is 0, which makes the factors unique up
-    to order and scale.
-    """
-    rng = np.random.default_rng(seed)
-    rows, columns = shape
-    w = rng.uniform(0.5, 1.5, (rows, rank)) * (np.arange(rows)[:, None] % rank == np.arange(rank))
-    h = rng.uniform(0.5, 1.5, (rank, columns)) * (rng.random((rank, columns)) < 0.5)
-    return NonNegativeFactorisation(w @ h, rank, batch_size=batch_size), w, h
-
-
 def masked_matrix(
     matrix: ArrayLike, rank: int, *, seen: float = 0.5, seed: int = 0, batch_size: int = 256
 ) -> tuple[MatrixCompletion, NDArray[np.bool_]]:
@@ -175,13 +160,3 @@ def masked_matrix(
         (rows, columns), np.argwhere(mask), full[mask], rank, batch_size=batch_size
     )
     return problem, mask
-
-
-def planted_completion(
-    shape: tuple[int, int] = (40, 50), rank: int = 3, *, seen: float = 0.5, seed: int = 0
-) -> tuple[MatrixCompletion, Array]:
-    """The completion of a random matrix of the given rank, and the whole matrix."""
-    rng = np.random.default_rng(seed)
-    full = rng.standard_normal((shape[0], rank)) @ rng.standard_normal((rank, shape[1]))
-    full /= np.sqrt(rank)
-    return masked_matrix(full, rank, seen=seen, seed=seed)[0], full

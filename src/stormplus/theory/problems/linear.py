@@ -21,7 +21,7 @@ class _Rows(FiniteSum):
         a, y = np.asarray(features, np.float64), np.asarray(targets, np.float64)
         if a.ndim != 2 or y.shape != a.shape[:1]:
             raise ValueError(
-                f"features must be a matrix and targets one number a row, got {a.shape}, {y.shape}"
+                f"features must be a matrix, targets one number per row, got {a.shape}, {y.shape}"
             )
         self.n_samples, self.dim = a.shape
         self.batch_size = check_batch_size(batch_size)
@@ -40,10 +40,10 @@ class NonConvexLogistic(_Rows):
     From x = 0, f(x_1) - inf f <= log 2.
 
     Args:
-        features: One row a sample.
+        features: One row per sample.
         targets: Labels -1 and 1.
         weight: Of the regulariser.
-        batch_size: Rows a sample.
+        batch_size: Rows per sample.
     """
 
     def __init__(
@@ -80,14 +80,13 @@ class NonConvexLogistic(_Rows):
 class RobustRegression(_Rows):
     """Regression with the bounded loss rho(r) = r^2 / (1 + r^2), r = (a_i x - y_i) / scale.
 
-    An outlier costs at most 1 and, far out, pulls hardly at all. Every constant of the
-    paper is known.
+    An outlier costs at most 1. Every constant of the paper is known.
 
     Args:
-        features: One row a sample.
-        targets: One number a row.
+        features: One row per sample.
+        targets: One number per row.
         scale: Residuals well above it count as outliers.
-        batch_size: Rows a sample.
+        batch_size: Rows per sample.
     """
 
     def __init__(

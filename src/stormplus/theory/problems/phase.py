@@ -14,14 +14,13 @@ from stormplus.theory.problems.base import Array, Constants, FiniteSum, check_ba
 class PhaseRetrieval(FiniteSum):
     """f_i(x) = ((a_i x)^2 - y_i)^2 / 4, with y_i = (a_i x*)^2; x* and -x* are solutions.
 
-    A quartic is neither bounded nor smooth on the whole space, so `constants` are None;
-    `constants_within` has them on a ball. `start` is the spectral initialisation, the
-    leading eigenvector of sum_i y_i a_i a_i^T, which lands near a solution.
+    A quartic is neither bounded nor smooth on the whole space, so `constants` are None. `start`
+    is the spectral initialisation, the leading eigenvector of sum_i y_i a_i a_i^T.
 
     Args:
-        measurements: One row a_i a measurement.
+        measurements: One row a_i per measurement.
         squares: The y_i.
-        batch_size: Measurements a sample.
+        batch_size: Measurements per sample.
     """
 
     def __init__(
@@ -29,21 +28,11 @@ class PhaseRetrieval(FiniteSum):
     ) -> None:
         a, y = np.asarray(measurements, np.float64), np.asarray(squares, np.float64)
         if y.shape != a.shape[:1] or (y < 0).any():
-            raise ValueError("squares must be one number a measurement, none negative")
+            raise ValueError("squares must be one number per measurement, none negative")
         self.n_samples, self.dim = a.shape
         self.batch_size = check_batch_size(batch_size)
         self.data = {"measurements": a, "squares": y}
         self.constants = Constants()
-
-    def constants_within(self, radius: float) -> Constants:
-        """L and G over |x| <= radius."""
-        row_sq = (self.data["measurements"] ** 2).sum(1)
-        reach_sq = row_sq * radius**2  # (a x)^2 is at most this
-        misfit = np.maximum(reach_sq, self.data["squares"])
-        return Constants(
-            smoothness=float((np.maximum(3 * reach_sq, self.data["squares"]) * row_sq).max()),
-            grad_bound=float((misfit * np.sqrt(reach_sq * row_sq)).max()),
-        )
 
     def loss(self, x: Any, xi: Any, data: Mapping[str, Any], xp: Any) -> Any:
         misfit = (data["measurements"][xi] @ x) ** 2 - data["squares"][xi]

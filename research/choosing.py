@@ -1,46 +1,37 @@
-"""Three rules, two norms, a grid of learning rates: what each reaches on the digits.
+"""Three rules, two units, a grid of learning rates: the training loss on the digits.
 
-    python docs/scripts/choosing.py [--draw-only]
+    python research/choosing.py [perceptron | convolutions | --draw-only]
 
-Writes `docs/figures/choosing.png` and `docs/results/choosing.json`; about five minutes on
-one core. Every run takes the same number of gradient evaluations, in batches of 64; the
-loss is that of the training set. Adam, at the rates of a grid of its own, is the yardstick.
-`--draw-only` draws the committed numbers.
+Writes docs/figures/choosing.png and docs/results/choosing.json; about five minutes on one core.
+Every run takes the same number of gradient evaluations, in batches of 64. Adam has its own grid.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import COLOURS, DOCS, WIDTH, load, save, versions
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, same_sample
-from stormplus.theory.palette import PALETTE, WIDTH
-from stormplus.theory.rates import versions
 from stormplus.torch import PairedOptimizer
 
-DOCS = Path(__file__).parents[1]
-RESULT = DOCS / "results" / "choosing.json"
 EVALUATIONS, SEEDS, BATCH = 600, (0, 1), 64
 RULES: dict[str, type[PairedOptimizer]] = {
     "STORM+": StormPlus,
     "simplified STORM+": SimplifiedStormPlus,
     "STORM": Storm,
 }
-RATES = {
-    "raw": (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0),
-    "mean": (0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0),
-}
+UNITS: tuple[float | str, ...] = (1.0, "first")
+RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 ADAM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
 
 
@@ -67,7 +58,7 @@ def run(
     labels: Tensor,
     seed: int,
 ) -> tuple[float, float]:
-    """The final loss, and the norm of the first gradient (NaN for Adam, which has no say)."""
+    """Return the final loss, and the norm of the first gradient (NaN for Adam)."""
     torch.manual_seed(seed)
     model = build()
     opt = make(model.parameters())
@@ -94,23 +85,24 @@ def run(
         return F.cross_entropy(model(images), labels).item(), first
 
 
-def measure() -> dict[str, Any]:
+def measure(wanted: list[str]) -> dict[str, Any]:
     torch.set_num_threads(1)
     pixels, targets = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
     labels = torch.tensor(targets)
-    numbers: dict[str, Any] = {
-        "command": "python docs/scripts/choosing.py",
-        "evaluations": EVALUATIONS, "batch": BATCH, "seeds": list(SEEDS),
-    }  # fmt: skip
+    numbers = load("choosing.json")
+    numbers |= {"evaluations": EVALUATIONS, "batch": BATCH, "seeds": list(SEEDS)}
     plan: list[tuple[str, Callable[..., torch.optim.Optimizer], tuple[float, ...]]] = [
         ("Adam", torch.optim.Adam, ADAM_RATES)
     ]
-    for norm, rates in RATES.items():
+    for unit in UNITS:
         plan += [
-            (f"{name}, {norm}", partial(rule, norm=norm), rates) for name, rule in RULES.items()
+            (f"{name}, unit {unit}", partial(rule, unit=unit), RATES)
+            for name, rule in RULES.items()
         ]
     for title, build in MODELS.items():
+        if wanted and build.__name__ not in wanted:
+            continue
         table: dict[str, dict[str, float]] = {}
         for name, method, rates in plan:
             table[name] = {}
@@ -129,13 +121,13 @@ def draw(numbers: dict[str, Any]) -> None:
     for row, title in zip(panels, MODELS):
         table = numbers[title]
         best = min(table["Adam"].values())
-        for axis, (norm, rates) in zip(row, RATES.items()):
+        for axis, unit in zip(row, UNITS):
             for name, marker in zip(RULES, "o^D"):
-                losses = list(table[f"{name}, {norm}"].values())
-                axis.loglog(rates, losses, f"{marker}-", color=PALETTE[name], label=name)
-            adam = PALETTE["Adam"]
+                losses = list(table[f"{name}, unit {unit}"].values())
+                axis.loglog(RATES, losses, f"{marker}-", color=COLOURS[name], label=name)
+            adam = COLOURS["Adam"]
             axis.axhline(best, color=adam, linestyle=":", label="Adam, best of its grid")
-            axis.set_title(f'{title}, norm="{norm}"', fontsize=9)
+            axis.set_title(f"{title}, unit={unit!r}", fontsize=9)
             axis.set_ylim(best / 2, 30)
             axis.grid(alpha=0.3)
         row[0].set_ylabel(f"training loss, {EVALUATIONS} gradients")
@@ -147,8 +139,10 @@ def draw(numbers: dict[str, Any]) -> None:
 
 def main() -> None:
     if "--draw-only" not in sys.argv:
-        RESULT.write_text(json.dumps(measure(), indent=1) + "\n")
-    draw(json.loads(RESULT.read_text()))
+        save("choosing.json", measure(sys.argv[1:]))
+    numbers = load("choosing.json")
+    if all(title in numbers for title in MODELS):
+        draw(numbers)
 
 
 if __name__ == "__main__":

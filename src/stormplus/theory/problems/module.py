@@ -1,4 +1,4 @@
-"""The torch face of a problem."""
+"""A problem as a torch module."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from stormplus.install import how_to
 try:
     import torch
 except ImportError as error:  # pragma: no cover
-    raise ImportError(f"the torch face of a problem needs torch: {how_to('torch')}") from error
+    raise ImportError(f"`problem.module()` needs torch: {how_to('torch')}") from error
 
 if TYPE_CHECKING:
     from stormplus.theory.problems.base import Objective
 
 
 class ProblemModule(torch.nn.Module):
-    """A problem as a module: parameter `x`; calling it with a sample gives the loss.
+    """A module with the parameter `x`; calling it with a sample returns the loss.
 
     Args:
         problem: Any problem of this package.
-        x: Where to start.
+        x: The initial value of the parameter.
         dtype: Of the parameter and of the problem's data.
     """
 
