@@ -1,4 +1,4 @@
-"""Accelerate: a loop of one's own with micro-batches, on one device or under torchrun.
+"""Accelerate: your own loop with micro-batches, on one device or under torchrun.
 
     python examples/accelerate_loop.py [--epochs N]
     torchrun --nproc_per_node 2 examples/accelerate_loop.py

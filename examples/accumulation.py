@@ -2,8 +2,8 @@
 
     python examples/accumulation.py [--samples N]
 
-Under DDP put all micro-batches but the last inside `model.no_sync()`, in the closure: it
-then holds for both evaluations.
+Under DDP, run all micro-batches but the last inside `model.no_sync()`, in the closure, so that
+it holds for both evaluations.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     images, labels = load_digits(return_X_y=True)
     images, labels = torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
     model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
-    opt = StormPlus(model.parameters(), max_move=1.0)  # a bound on the move, beyond the paper
+    opt = StormPlus(model.parameters())
     micro_batches, backwards = 4, 0
 
     for _ in range(samples):

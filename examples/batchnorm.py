@@ -1,4 +1,4 @@
-"""BatchNorm and dropout under two evaluations a sample: one line, `same_sample`.
+"""BatchNorm and dropout under two evaluations per sample: one line, `same_sample`.
 
 python examples/batchnorm.py [--samples N]
 """

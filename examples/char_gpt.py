@@ -1,13 +1,13 @@
 """A small GPT that learns to write, letter by letter: STORM+ and AdamW side by side.
 
-    python examples/char_gpt.py [--evaluations N] [--lr LR] [--norm raw|mean]
+    python examples/char_gpt.py [--evaluations N] [--lr LR] [--unit first]
 
 Reads `$STORMPLUS_DATA/tinyshakespeare/input.txt`; without it, twelve lines of Shakespeare
-inside this file, which a model of this size learns by heart (the output says so). Both
-optimizers start from the same weights, see batches of one stream, and may take the same
-number of gradient evaluations; STORM+ takes two a step. Seen: validation losses as they
-go, then a few lines that each model wrote. On a transformer AdamW is ahead, and by much:
-its scale for every weight is what STORM+, with one step size for all, does not have.
+inside this file, which a model of this size memorises (the output says so). Both optimizers
+start from the same weights, see batches of one stream, and take the same number of gradient
+evaluations; STORM+ takes two per step. Prints validation losses, then a few lines that each
+model wrote. On a transformer AdamW is far ahead: it has a scale for every weight, STORM+ one
+step size for all.
 """
 
 from __future__ import annotations
@@ -131,9 +131,9 @@ def train(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--evaluations", type=int, default=1000, help="gradients a method may take")
+    parser.add_argument("--evaluations", type=int, default=1000, help="gradients per method")
     parser.add_argument("--lr", type=float, default=1.0, help="of STORM+")
-    parser.add_argument("--norm", choices=("raw", "mean"), default="raw", help="of STORM+")
+    parser.add_argument("--unit", default="1", help="of STORM+: a number, or first")
     parser.add_argument("--adamw-lr", type=float, default=3e-3, help="of AdamW")
     parser.add_argument("--letters", type=int, default=300, help="to write at the end")
     args = parser.parse_args()
@@ -150,7 +150,8 @@ def main() -> None:
     for name in ("STORM+", "AdamW"):
         model = GPT(len(alphabet))
         if name == "STORM+":
-            opt: torch.optim.Optimizer = StormPlus(model.parameters(), args.lr, norm=args.norm)
+            unit = args.unit if args.unit == "first" else float(args.unit)
+            opt: torch.optim.Optimizer = StormPlus(model.parameters(), args.lr, unit=unit)
         else:
             opt = torch.optim.AdamW(model.parameters(), args.adamw_lr)
         size = sum(p.numel() for p in model.parameters())

@@ -2,9 +2,8 @@
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py [--steps N]
 
-Every process evaluates its own rows; DDP averages the gradients, so that all make the same
-step. `same_sample` lets the two evaluations of a step drop the same units and moves the
-running statistics once.
+Every process evaluates its own rows; DDP averages the gradients, so all take the same step.
+`same_sample` replays dropout in the second evaluation and moves the running statistics once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from stormplus import StormPlus, same_sample
 
-ROWS = 64  # of a step, over all processes
+ROWS = 64  # per step, over all processes
 MICRO_BATCHES = 2
 
 
@@ -42,7 +41,7 @@ def main() -> None:
             nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Dropout(0.2), nn.Linear(64, 10)
         )
     )
-    torch.manual_seed(1 + rank)  # every process drops other units
+    torch.manual_seed(1 + rank)  # each process drops different units
     opt = StormPlus(model.parameters(), lr=0.5)
 
     sampler = torch.Generator().manual_seed(0)  # the same on every process

@@ -1,10 +1,10 @@
-"""A run that may be killed: it goes on from its last checkpoint and ends with the same weights.
+"""A run that may be killed: it resumes from its last checkpoint and ends with the same weights.
 
     export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
     torchrun --standalone --nproc-per-node 2 --max-restarts 3 examples/elastic.py --out out/elastic
 
 If a process dies, torchrun starts all of them again; without the first line they may try to
-reach the dead one (pytorch/pytorch#135712). If the machine dies, give the same command
+reach the dead one (pytorch/pytorch#135712). If the machine dies, run the same command
 again. With the same number of processes the final weights are, bit by bit, those
 of a run that was never interrupted.
 """

@@ -1,4 +1,4 @@
-"""fastai: a Learner that takes two gradients a batch.
+"""fastai: a Learner that takes two gradients per batch.
 
 python examples/fastai_learner.py [--epochs N]
 """
@@ -17,7 +17,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from stormplus.integrations.fastai import StormCallback, opt_func
+from stormplus.integrations.fastai import StormPlusCallback, opt_func
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     )
     learn = Learner(
         dls, model, F.cross_entropy, metrics=accuracy,
-        opt_func=opt_func(), cbs=[StormCallback(), GradientClip(10.0)],  # the one line
+        opt_func=opt_func(), cbs=[StormPlusCallback(), GradientClip(10.0)],  # the one line
     )  # fmt: skip
     with learn.no_logging(), learn.removed_cbs(learn.progress):
         learn.fit(epochs)

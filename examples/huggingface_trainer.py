@@ -1,4 +1,4 @@
-"""Hugging Face Trainer: a small model of one's own, built from a config, on handwritten digits.
+"""Hugging Face Trainer: a small model, built from a config, on handwritten digits.
 
     python examples/huggingface_trainer.py [--epochs N] [--out FOLDER]
 

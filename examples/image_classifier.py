@@ -4,8 +4,8 @@
 
 The digits ship inside scikit-learn. `--data mnist` reads the four idx files, as released,
 from the folder `$STORMPLUS_DATA/mnist`. STORM+ and Adam get the same number of gradient
-evaluations; STORM+ takes two a step, so Adam sees twice as many batches. Seen: the test
-accuracy of each as it goes, and at the end what STORM+ measured (its gain and step size).
+evaluations; STORM+ takes two per step, so Adam sees twice as many batches. Prints the test
+accuracy of each, and the final gain and step size of STORM+.
 """
 
 from __future__ import annotations

@@ -16,12 +16,12 @@ import keras
 import torch
 from sklearn.datasets import load_digits
 
-from stormplus.integrations.keras import ClosureTraining, KerasOptimizer
+from stormplus.integrations.keras import StormPlusModelMixin, StormPlusOptimizer
 
 
 @keras.saving.register_keras_serializable("examples")
-class Model(ClosureTraining, keras.Model):
-    """A Keras model whose training step takes two gradients a batch."""
+class Model(StormPlusModelMixin, keras.Model):
+    """A Keras model whose training step takes two gradients per batch."""
 
 
 def main() -> None:
@@ -40,7 +40,7 @@ def main() -> None:
     hidden = keras.layers.Dropout(0.1)(hidden)
     model = Model(inputs, keras.layers.Dense(10)(hidden))
     model.compile(
-        optimizer=KerasOptimizer("StormPlus", learning_rate=1.0),
+        optimizer=StormPlusOptimizer("StormPlus", learning_rate=1.0),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )

@@ -4,7 +4,7 @@
 
 One callback is all that differs from any other Lightning module. It evaluates all
 micro-batches of a step twice, moves the running statistics once, and logs the optimizer's
-own numbers under "stormplus/".
+diagnostics under "stormplus/".
 """
 
 from __future__ import annotations

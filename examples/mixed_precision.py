@@ -2,7 +2,7 @@
 
     python examples/mixed_precision.py [--samples N]
 
-For bf16 nothing is needed but `torch.autocast(device, dtype=torch.bfloat16)` in the closure.
+For bf16, `torch.autocast(device, dtype=torch.bfloat16)` in the closure is enough.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from sklearn.model_selection import cross_val_score
 from skorch import NeuralNetClassifier
 from torch import nn
 
-from stormplus.integrations.skorch import StormMixin
+from stormplus.integrations.skorch import StormPlusNetMixin
 
 
 class Network(nn.Sequential):
@@ -23,8 +23,8 @@ class Network(nn.Sequential):
         )
 
 
-class Net(StormMixin, NeuralNetClassifier):
-    """The one line: BatchNorm counts each batch once, and lr is 1."""
+class Net(StormPlusNetMixin, NeuralNetClassifier):
+    """BatchNorm counts each batch once, and lr is 1."""
 
 
 def main() -> None:

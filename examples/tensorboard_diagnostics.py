@@ -1,4 +1,4 @@
-"""TensorBoard: the gain, the step size and the norms of a run, in one line.
+"""TensorBoard: the gain, the step size and the norms of a run.
 
 python examples/tensorboard_diagnostics.py [--samples N] [--out FOLDER]
 tensorboard --logdir out/tensorboard
@@ -43,7 +43,7 @@ def main() -> None:
 
             loss = opt.step(closure)
             writer.add_scalar("loss", loss, step)
-            for name, value in opt.diagnostics().items():  # the one line, and its body
+            for name, value in opt.diagnostics().items():
                 writer.add_scalar(f"storm/{name}", value, step)
 
     numbers = ", ".join(f"{name} {value:.3g}" for name, value in opt.diagnostics().items())

@@ -1,12 +1,12 @@
 """Your model: Adam, Schedule-Free, Untuned and STORM+ side by side.
 
-    pip install stormplus-bench          # from a clone: pip install . ./benchmark
+    pip install . ./benchmark            # in a clone
     python examples/your_model.py [--evaluations N] [--seeds N] [--out FOLDER]
 
-Put your own model, loss and data in the place of these, and your own optimizer among the others.
-Each method gets the same number of gradient evaluations, starts at the same point and sees the
-same batches; STORM+ takes two gradients a step, so it takes half as many steps. Written to the
-folder: the curves, and the rows, which `stormplus report` merges with others.
+Replace the model, the loss and the data by yours, and add your optimizer to the others. Each method
+gets the same number of gradient evaluations, the same start and the same batches; STORM+ takes two
+gradients per step, hence half as many steps. The folder gets the curves, and the rows, which
+`stormplus report` merges with others.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def accuracy(model: nn.Module, batch: Batch) -> Tensor:
     return (model(batch[0]).argmax(1) == batch[1]).float().mean()
 
 
-METHODS = {  # what makes each optimizer from the parameters; with (make, rates) it is tuned
+METHODS = {  # functions of the parameters; (function, rates) is run at each rate
     "Adam": (torch.optim.Adam, [1e-3, 3e-3, 1e-2]),
     "Schedule-Free": AdamWScheduleFree,
     "Untuned": Untuned,
