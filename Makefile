@@ -1,4 +1,4 @@
-# Every target sets up the virtual environment first; nothing else is needed.
+# Every target creates the virtual environment first.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= 2.13.0
@@ -8,12 +8,12 @@ READY_LONG := $(VENV)/.ready-long
 READY_DOCS := $(VENV)/.ready-docs
 ONE := OMP_NUM_THREADS=1  # two processes on two cores: a thread each
 
-.PHONY: demo test test-long test-all test-versions release-check lint format docs report untuned long paper course paper-page bench-step bench-jax rates clean help
+.PHONY: demo test test-long test-all test-versions release-check lint format docs report untuned long paper bench-step bench-jax rates clean help
 
-help:  ## what there is
+help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
 
-$(READY): pyproject.toml benchmark/pyproject.toml constraints.txt hatch_build.py src/stormplus/torch/core/native.c
+$(READY): pyproject.toml benchmark/pyproject.toml constraints.txt hatch_build.py src/stormplus/torch/kernels/native.c
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "the versions in constraints.txt need Python 3.11 or newer: make PYTHON=python3.11"; exit 1; }
 	$(PYTHON) -m venv $(VENV)
@@ -21,15 +21,14 @@ $(READY): pyproject.toml benchmark/pyproject.toml constraints.txt hatch_build.py
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test]' -e ./benchmark
 	@touch $@
 
-# The trainers and the site's generator: only the long parts need them. fastai and timm ask for
-# torchvision, which the parts used here never import and which does not load beside this build
-# of torch, so they come without their dependencies.
+# The trainers and the site generator, for the long tests. fastai and timm require torchvision,
+# which does not load with this build of torch and is not needed: no dependencies.
 $(READY_LONG): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[test,trainers,docs]' -e ./benchmark
 	$(BIN)/python -m pip install -q -c constraints.txt --no-deps fastai timm
 	@touch $@
 
-demo: $(READY)  ## STORM+ against its rivals on two embedded workloads: a table and a figure
+demo: $(READY)  ## STORM+ and other optimizers on two small workloads: a table and a figure
 	$(BIN)/stormplus compare quick --output out/demo
 
 lint: $(READY)  ## ruff and mypy
@@ -37,68 +36,66 @@ lint: $(READY)  ## ruff and mypy
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-test: lint  ## the suite, on two cores
+test: lint  ## the quick tests, on two cores
 	$(ONE) $(BIN)/python -m pytest -n 2 --dist worksteal
 
-test-long: $(READY_LONG)  ## the long parts: distributed, trainers, docs, statistics
+test-long: $(READY_LONG)  ## the long tests: distributed, trainers, docs, statistics
 	$(ONE) $(BIN)/python -m pytest -m long -n 2 --dist loadfile
 
 test-all: test test-long  ## both
 
-# Each environment holds a torch with its CUDA libraries, several gigabytes: never a part of `test`.
+# Each environment has its own torch with CUDA libraries, several gigabytes.
 VERSIONS ?= oldest between newest next benchmark
 
-test-versions:  ## the optimizers' tests on the oldest and the newest versions (minutes, 20 GB)
+test-versions:  ## run the tests on the oldest and the newest versions (20 GB)
 	$(PYTHON) tools/environments.py $(VERSIONS)
 
-release-check: $(READY)  ## build what would be uploaded, check it with twine, and list it
-	$(BIN)/python -m pip install -q -c constraints.txt hatchling twine
-	$(BIN)/python tools/release.py out/release
+release-check: $(READY)  ## build the release files and check them with twine
+	$(BIN)/python -m pip install -q -c constraints.txt build twine
+	rm -rf out/release
+	$(BIN)/python -m build --outdir out/release .
+	$(BIN)/python -m build --outdir out/release benchmark
+	$(BIN)/twine check --strict out/release/*
 
-format: $(READY)  ## let ruff put things right
+format: $(READY)  ## format with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 ROWS := $(addprefix docs/results/,smooth.jsonl.gz networks.jsonl.gz untuned.jsonl.gz)
 
-# The site needs no trainer: their pages are read from the source, not run.
+# The site needs no trainer: mkdocstrings reads sources.
 $(READY_DOCS): $(READY)
 	$(BIN)/python -m pip install -q -c constraints.txt -e '.[docs]' -e ./benchmark
 	@touch $@
 
 out/report/index.html: $(ROWS) | $(READY_DOCS)
-	$(BIN)/stormplus report $(ROWS) --output out/report
+	$(BIN)/stormplus report $(ROWS) --output out/report --home ../index.html
 
-docs: $(READY_DOCS) out/report/index.html  ## the site, in ./site, with the benchmark's page of curves
+docs: $(READY_DOCS) out/report/index.html  ## build the site in ./site, with the benchmark's report
 	$(BIN)/mkdocs build --strict
 
-report: $(READY)  ## the benchmark's page, README's table and the site's results, from the committed rows
-	$(BIN)/stormplus report $(ROWS) --output out/report --readme README.md --readme docs/benchmark.md \
-		--step-times docs/results/step_time.json --keep docs/figures
+report: $(READY)  ## write the report and the tables in README and docs from the committed rows
+	$(BIN)/stormplus report $(ROWS) --output out/report --home ../index.html --readme README.md \
+		--readme docs/benchmark.md --step-times docs/results/step_time.json
+	cp out/report/figures/gap_at_defaults.png docs/figures/
 
-untuned: $(READY)  ## the study's tables and figure, from the committed rows
-	$(BIN)/python benchmark/scripts/untuned.py
+untuned: $(READY)  ## write the study's tables and figure from the committed rows
+	$(BIN)/python research/untuned_study.py
 
-long: $(READY)  ## the tables of the long runs, from the committed rows
+long: $(READY)  ## write the tables of the long runs from the committed rows
 	$(BIN)/python benchmark/scripts/long.py
 
-paper: $(READY)  ## the paper's experiment at the scale of two cores (needs STORMPLUS_DATA)
-	$(BIN)/stormplus paper --scale cpu --jobs 2
+paper: $(READY)  ## the paper's experiment on 10,000 images, 18 CPU hours (needs CIFAR-10)
+	$(BIN)/python research/paper_experiment.py
 
-course: $(READY)  ## the same on 1,000 images to the end: a night on two cores
-	$(BIN)/stormplus paper --scale course --jobs 2 --output out/course
-
-paper-page: $(READY)  ## its page's tables and figures, from the committed rows
-	$(BIN)/python benchmark/scripts/paper_experiment.py
-
-bench-step: $(READY)  ## time the optimizer's own work against torch.optim
+bench-step: $(READY)  ## time optimizer steps against torch.optim
 	$(BIN)/stormplus bench-step
 
-bench-jax: $(READY)  ## time the optax transformations against optax.adam
+bench-jax: $(READY)  ## time compilation and steps against optax.adam
 	$(BIN)/python benchmark/scripts/bench_jax.py
 
-rates: $(READY)  ## the paper's rates, measured: a figure, a table, the raw rows (5 minutes)
-	$(BIN)/stormplus rates
+rates: $(READY)  ## measure the paper's rates: a figure, a table, the rows (5 minutes)
+	$(BIN)/python research/rates.py
 
-clean:  ## remove the environment and what commands have left
+clean:  ## remove the environment and all outputs
 	rm -rf $(VENV) .versions out dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,12 +1,10 @@
-"""`make test-versions`: the optimizers' tests on the oldest and on the newest versions.
+"""`make test-versions`: run the tests on the oldest and the newest versions of dependencies.
 
     python tools/environments.py oldest between newest next benchmark
 
-Each has an environment of its own under `.versions/`, made of what pyproject.toml allows: the
-floors themselves, something in between, the newest releases; and the floors of the benchmark, for
-its own tests. The package is built there and installed as a wheel, without its dependencies, and
-the tests run on that. What was run becomes a row of docs/results/versions.json, with the commit,
-and the rows are the table of docs/versions.md.
+Each environment, under `.versions/`, has what pyproject.toml allows: the floors, something in
+between, the newest releases, or the floors of the benchmark. The tests run against the wheel. The
+results are rows of docs/results/versions.json and the table of docs/versions.md.
 """
 
 from __future__ import annotations
@@ -28,19 +26,20 @@ FOLDER = ROOT / ".versions"
 ROWS = ROOT / "docs" / "results" / "versions.json"
 PAGE = ROOT / "docs" / "versions.md"
 
-LIBRARY = ("", "torch", "jax", "theory")  # the extras that the optimizers' tests need; "" is none
+LIBRARY = ("", "torch", "jax", "theory")  # extras for the optimizers' tests; "" is none
 TRAINERS = (
     "accelerate", "keras", "lightning", "mlflow", "pytorch-optimizer", "skorch", "tensorboard",
     "wandb",
 )  # fmt: skip
-# They ask for torchvision, which the parts used here never import: without dependencies.
+# They require torchvision, which is not needed here: installed without dependencies.
 ALONE = ("fastai", "timm")
 TOOLS = ("hatchling", "hypothesis", "psutil", "pytest")
 SHOWN = ("numpy", "scipy", "torch", "jax", "optax")
-# torch last: kernels that torch 2.4 compiles switch off subnormal numbers for the whole process.
+# torch last: kernels that torch 2.4 compiles disable subnormal numbers for the whole process.
 TESTS = (
-    "jax", "theory", "test_rules.py", "test_reference.py", "test_package.py", "test_versions.py",
-    "test_wheel.py", "test_documents.py::test_code_blocks_run[README.md]", "torch",
+    "jax", "theory", "test_rules.py", "test_untuned_rule.py", "test_reference.py",
+    "test_package.py", "test_versions.py", "test_wheel.py",
+    "test_documents.py::test_code_blocks_run[README.md]", "torch",
 )  # fmt: skip
 
 
@@ -50,12 +49,12 @@ class Environment:
 
     Attributes:
         python: The version of Python.
-        oldest: Every requirement of the library at its floor; else the newest that is allowed.
-        pins: Requirements beside those of pyproject.toml.
-        trainers: Extras that are installed at their floors and tested too.
+        oldest: Install every requirement of the library at its floor, else the newest version.
+        pins: Additional requirements.
+        trainers: Extras to install at their floors and to test.
         alone: The same, without dependencies.
-        optional: Whether it may be left out where there is no such interpreter.
-        benchmark: Whether it is for the benchmark: its floors, and its tests alone.
+        optional: Skip it if there is no such interpreter.
+        benchmark: Install the floors of the benchmark, and run its tests alone.
     """
 
     python: str
@@ -85,7 +84,7 @@ ENVIRONMENTS = {
     "benchmark": Environment(
         "3.11",
         benchmark=True,
-        # What benchopt brings, pyarrow, wants a newer NumPy from 18 on.
+        # pyarrow, a dependency of benchopt, needs a newer NumPy from 18 on.
         pins=("numpy==1.26.4", "scipy==1.13.1", "torch==2.13.0", "pyarrow<18"),
     ),
 }
@@ -94,7 +93,7 @@ BESIDE = {"trainers": "The trainers' tests", BENCHMARK: "The benchmark's tests"}
 
 
 def requirements(extra: str) -> list[str]:
-    """What an extra asks for, without the extras that it names; "" is the package itself."""
+    """Return an extra's requirements without nested extras; "" is the package itself."""
     folder = ROOT / BENCHMARK if extra == BENCHMARK else ROOT
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
     whole = extra in ("", BENCHMARK)
@@ -103,12 +102,12 @@ def requirements(extra: str) -> list[str]:
 
 
 def floor(need: str) -> str:
-    """For torch>=2.4, torch==2.4, which is 2.4.0."""
+    """Return torch==2.4 for torch>=2.4."""
     return need.replace(">=", "==")
 
 
 def interpreter(version: str) -> str | None:
-    """A Python of this version: on the path, or among those of pyenv."""
+    """Return a Python of this version from the path or pyenv, else None."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv")) / "versions"
     candidates = [shutil.which(f"python{version}")]
     candidates += sorted(str(path) for path in pyenv.glob(f"{version}.*/bin/python"))
@@ -121,7 +120,7 @@ def interpreter(version: str) -> str | None:
 
 
 def make(name: str, environment: Environment, python: str) -> Path:
-    """Its interpreter, with everything installed; made once."""
+    """Return the environment's interpreter; create it unless it is up to date."""
     inside = FOLDER / name / "bin" / "python"
     needs = [need for extra in LIBRARY for need in requirements(extra)]
     if environment.benchmark:
@@ -138,7 +137,7 @@ def make(name: str, environment: Environment, python: str) -> Path:
         run(python, "-m", "venv", FOLDER / name)
         pip: tuple[object, ...] = (inside, "-m", "pip", "install", "--quiet")
         run(*pip, "--upgrade", "pip")
-        if uv := shutil.which("uv"):  # the same, and quicker
+        if uv := shutil.which("uv"):  # faster
             pip = (uv, "pip", "install", "--quiet", "--no-config", "--python", inside)
         run(*pip, *needs)
         if alone:
@@ -148,7 +147,7 @@ def make(name: str, environment: Environment, python: str) -> Path:
 
 
 def install(inside: Path, wheels: Path, *folders: Path) -> None:
-    """The package, built in this environment and installed as its wheel alone."""
+    """Build wheels in this environment and install them without dependencies."""
     shutil.rmtree(wheels, ignore_errors=True)
     pip = (inside, "-m", "pip")
     run(*pip, "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", wheels, *folders)
@@ -158,7 +157,7 @@ def install(inside: Path, wheels: Path, *folders: Path) -> None:
 def run(*command: object, check: bool = True) -> int:
     print("+", *command, flush=True)
     environment = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    environment.pop("PYTHONPATH", None)  # the wheel is what is tested
+    environment.pop("PYTHONPATH", None)  # test the wheel
     done = subprocess.run(list(map(str, command)), cwd=ROOT, env=environment, check=False)
     if check and done.returncode:
         raise SystemExit(f"{' '.join(map(str, command))} ended with {done.returncode}")
@@ -166,13 +165,13 @@ def run(*command: object, check: bool = True) -> int:
 
 
 def test(inside: Path, name: str, marks: str, *tests: str) -> dict[str, int]:
-    """Run tests; how many passed, were skipped, failed."""
+    """Run tests and return how many passed, were skipped and failed."""
     report = FOLDER / f"{name}.xml"
     report.unlink(missing_ok=True)
     where = [f"tests/{path}" for path in tests]
     run(inside, "-m", "pytest", "-m", marks, f"--junitxml={report}", *where, check=False)
     if not report.exists():
-        raise SystemExit(f"{name}: pytest has left no report")
+        raise SystemExit(f"{name}: pytest wrote no report")
     (suite,) = ElementTree.parse(report).getroot().iter("testsuite")
     total, skipped = int(suite.attrib["tests"]), int(suite.attrib["skipped"])
     failed = int(suite.attrib["failures"]) + int(suite.attrib["errors"])
@@ -197,7 +196,7 @@ def names_of(extras: tuple[str, ...]) -> list[str]:
 
 
 def commit() -> str:
-    """What is tested, "changed" if that is not all of it; rows and page change on the way."""
+    """Return the commit, with "changed" if the tested files differ from it."""
 
     def git(*command: str) -> str:
         done = subprocess.run(
@@ -210,7 +209,7 @@ def commit() -> str:
 
 
 def table(rows: dict[str, dict[str, dict[str, object]]]) -> str:
-    """The rows as Markdown: a table of the library, a line for trainers and the benchmark each."""
+    """Return Markdown: a table for the library, a line each for trainers and benchmark."""
     order = [name for name in ENVIRONMENTS if name in rows]
     head = ["environment", "python", *SHOWN, "passed", "skipped", "failed", "commit"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -240,10 +239,10 @@ def main(names: list[str]) -> None:
         environment = ENVIRONMENTS[name]
         python = interpreter(environment.python)
         if python is None:
-            message = f"{name}: there is no Python {environment.python}, on the path or in pyenv"
+            message = f"{name}: no Python {environment.python} on the path or in pyenv"
             if not environment.optional:
                 raise SystemExit(message)
-            print(message + ": left out")
+            print(message + ": skipped")
             continue
         inside = make(name, environment, python)
         folders = [ROOT, ROOT / BENCHMARK] if environment.benchmark else [ROOT]
