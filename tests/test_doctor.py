@@ -1,47 +1,160 @@
-"""`stormplus doctor` says what is there, and how to get what is not."""
+"""`python -m stormplus.doctor`: what is installed, and the check of a device."""
 
 import re
 import subprocess
 import sys
-import tomllib
-from pathlib import Path
+from types import SimpleNamespace
 
-from click.testing import CliRunner
+import numpy as np
+import pytest
+import torch
 
-from stormplus import cli, doctor
-from stormplus.torch.core import kernels
+from stormplus import Untuned, device_check, doctor
+from stormplus.device_check import Counts, Parity, check_device
+from stormplus.torch.kernels import native
+from stormplus_bench.simulated_device import SimulatedDevice
 
-
-def said():
-    done = CliRunner().invoke(cli.main, ["doctor"])
-    assert done.exit_code == 0, done.output
-    return dict(line.split(maxsplit=1) for line in done.output.splitlines())
-
-
-def test_what_is_installed_has_its_version():
-    import numpy
-    import torch
-
-    assert said()["numpy"] == numpy.__version__
-    assert said()["torch"] == torch.__version__
+SMALL = [(16, 8), (16,), (4, 16), (4,)]
 
 
-def test_what_is_missing_says_how_to_get_it(monkeypatch):
+def installed(capsys):
+    assert doctor.main([]) == 0
+    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+
+
+def test_an_installed_package_has_its_version(capsys):
+    found = installed(capsys)
+    assert (found["numpy"], found["torch"]) == (np.__version__, torch.__version__)
+
+
+def test_a_missing_package_says_how_to_install_it(monkeypatch, capsys):
     monkeypatch.setitem(doctor._EXTRAS, "no-such-package", "pip install it")
-    monkeypatch.setattr(kernels, "NATIVE", None)
-    assert said()["no-such-package"] == "not installed: pip install it"
-    assert "missing" in said()["native"]
-    assert "C compiler" in said()["native"]
+    monkeypatch.setattr(native, "LIBRARY", None)
+    found = installed(capsys)
+    assert found["no-such-package"] == "not installed: pip install it"
+    assert "C compiler" in found["native"]
 
 
-def test_it_runs_with_nothing_but_what_the_package_always_brings():
-    project = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
-    brought = {re.split(r"[<>=~!]", line)[0] for line in project["dependencies"]}
-    optional = {"click", "torch", "jax", "optax", "matplotlib", "rich", "sklearn"} - brought
-    code = (
-        f"import sys\nsys.modules.update(dict.fromkeys({sorted(optional)}))\n"
-        "from stormplus.cli import main\nmain(['doctor'])"
-    )
+def test_the_module_needs_numpy_alone():
+    hidden = dict.fromkeys(["click", "torch", "jax", "optax", "scipy", "matplotlib", "rich"])
+    code = f"import sys\nsys.modules.update({hidden})\nfrom stormplus.doctor import main\nmain([])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search("native passes +need torch", done.stdout)
+
+
+# -- a device --------------------------------------------------------------------------------------
+
+
+class SimulatedMeter(device_check.Meter):
+    """Counts on a simulated device, where times mean nothing."""
+
+    def __init__(self, simulated):
+        super().__init__(simulated.device)
+        self.simulated = simulated
+
+    def describe(self):
+        return "a simulated device"
+
+    def synchronize(self):
+        pass
+
+    def count(self, step):
+        self.simulated.reset()
+        step()
+        return Counts(*self.simulated.counts)
+
+    def seconds(self, step):
+        return 0.001, 0.002
+
+
+@pytest.fixture
+def checked(monkeypatch, capsys):
+    """Return a function that returns whether the checks pass on a simulated device, and prints."""
+
+    def check(device="cuda", parities=(), meter=SimulatedMeter, **options):
+        monkeypatch.setattr(device_check, "PARITIES", parities)
+        with SimulatedDevice(device, **options) as simulated:
+            passed = check_device(device, meter(simulated), SMALL)
+        return passed, capsys.readouterr().out
+
+    return check
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"device": "cuda"},
+        pytest.param({"device": "mps", "float64": False}, marks=pytest.mark.long),
+    ],
+    ids=str,
+)
+def test_the_optimizers_pass_on_a_simulated_device(checked, options):
+    parities = device_check.PARITIES
+    passed, out = checked(parities=parities, **options)
+    assert passed, out
+    assert out.count("  PASS  multi_tensor") == len(parities)
+    assert re.search(r"^Untuned +\d+ +0 +\d+ +\d+ +1\.00 +2\.00$", out, re.MULTILINE)
+    assert re.search(r"^StormPlus, a pair +\d+ +0 ", out, re.MULTILINE)
+    assert "Adam(fused=True)" in out
+
+
+def test_another_trajectory_on_the_device_fails(checked):
+    def other(params):
+        params = list(params)
+        return Untuned(params, maximize=params[0].device.type != "cpu")
+
+    passed, out = checked(parities=[Parity("another", other)])
+    assert not passed
+    assert re.search(r"^another .*  FAIL  ", out, re.MULTILINE)
+
+
+def test_a_step_that_waits_for_the_device_fails(checked):
+    class Waiting(SimulatedMeter):
+        def count(self, step):
+            return super().count(step)._replace(syncs=1)
+
+    passed, out = checked(meter=Waiting)
+    assert not passed
+    assert "waits for the device" in out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device here")
+@pytest.mark.parametrize("device", ["cuda", "meta", "no-such-device"])
+def test_without_the_device_there_is_one_line_and_exit_code_2(device, capsys):
+    assert doctor.main(["--device", device]) == 2
+    out, error = capsys.readouterr()
+    assert out == ""
+    assert re.fullmatch(f"error: torch .* cannot use the device '{device}' here: .*\n", error)
+
+
+def test_the_cpu_is_a_device_too(capsys, monkeypatch):
+    monkeypatch.setattr(device_check, "resnet34_shapes", lambda: SMALL)
+    assert doctor.main(["--device", "cpu"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^Untuned +- +- +- +- +[\d.]+ +[\d.]+$", out, re.MULTILINE)
+    assert out.endswith("\nPASS\n")
+
+
+def test_the_events_of_a_profile_are_kernels_and_copies():
+    def event(name, device="CUDA", **more):
+        return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), **more)
+
+    events = [
+        event("cudaLaunchKernel", "CPU"),
+        event("void multi_tensor_apply_kernel<...::{lambda()#1}>"),
+        event("Memset (Device)"),
+        event("Memcpy DtoD (Device -> Device)"),
+        event("Memcpy HtoD (Pinned -> Device)"),
+        event("CopyDeviceToHost"),  # ROCm
+        event("Optimizer.step#Untuned.step"),  # an annotation
+        event("my own range", is_user_annotation=True),
+    ]
+    found = device_check.count_events(events)
+    assert found == {"launches": 3, "to_device": 1, "to_host": 1}
+
+
+def test_the_tensors_are_those_of_resnet34():
+    shapes = device_check.resnet34_shapes()
+    assert len(shapes) == 110
+    assert sum(torch.Size(shape).numel() for shape in shapes) == 21_797_672  # torchvision's
