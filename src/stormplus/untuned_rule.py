@@ -203,7 +203,7 @@ def after_step(
 def _add(total: Sum, term: Array) -> Sum:
     """Add; in float32, which alone needs it, by Kahan's rule."""
     if total.value.dtype.itemsize > 4:
-        return Sum(total.value + term, total.lost)
+        return Sum(total.value + term, 0 * term)  # zeros on the devices of `value`
     term = term + total.lost
     value = total.value + term
     return Sum(value, term - (value - total.value))
