@@ -130,13 +130,12 @@ class Method:
     make: Callable[[nn.Module, float, float], Optimizer]  # from the model, the rate and c
     start: int | None  # the sweep starts with rates 10^(k/2), k = start - 1 to start + 1
     gradients: int = 1  # per step
-    unit: float | str = 1.0  # "first": the loss is divided by |g_1|
     set_to_none: bool = True  # how the closure zeroes gradients
     start_c: int | None = None  # c is swept over 10^k, as the rate is
 
 
 METHODS = {
-    "STORM+ unit=first": Method(lambda m, lr, c: StormPlus(m.parameters(), lr), 0, 2, "first"),
+    "STORM+ unit=first": Method(lambda m, lr, c: StormPlus(m.parameters(), lr, unit="first"), 0, 2),
     "SGD": Method(lambda m, lr, c: SGD(m.parameters(), lr), -3),
     "Adam": Method(lambda m, lr, c: Adam(m.parameters(), lr), -7),
     "STORM+ printed": Method(lambda m, lr, c: StormPlus(m.parameters(), lr), -1, 2),
@@ -144,7 +143,7 @@ METHODS = {
     "SGD momentum": Method(lambda m, lr, c: SGD(m.parameters(), lr, momentum=0.9), -4),
     "AdaGrad": Method(lambda m, lr, c: Adagrad(m.parameters(), lr), -5),
     "simplified STORM+ unit=first": Method(
-        lambda m, lr, c: SimplifiedStormPlus(m.parameters(), lr), 0, 2, "first"
+        lambda m, lr, c: SimplifiedStormPlus(m.parameters(), lr, unit="first"), 0, 2
     ),
     "STORM clipped": Method(
         lambda m, lr, c: TwoGradients(m, lr, clipped_storm_rule, c), -1, 2, start_c=4
@@ -270,12 +269,7 @@ class Run:
         """Start, or go on from the checkpoint."""
         torch.manual_seed(self.seed)
         self.model = resnet34()
-        self.epoch, self.unit = 0, 1.0
-        if self.method.unit == "first":  # goes when `make` passes unit="first" to the library
-            with kept_buffers(self.model):
-                self.gradient(*next(self.experiment.batches(self.seed, epoch=1)))
-            g = [p.grad for p in self.model.parameters()]
-            self.unit = math.sqrt(dot(g, g))
+        self.epoch = 0
         self.optimizer = self.method.make(self.model, self.key["lr"], self.key["c"])
         if self.checkpoint.exists():
             saved = torch.load(self.checkpoint, weights_only=True)
@@ -286,7 +280,7 @@ class Run:
     def train_epoch(self, last: int) -> None:
         args, batches = self.experiment.args, self.experiment.batches(self.seed, self.epoch + 1)
         self.epoch += 1
-        row = {**self.key, "epoch": self.epoch, "status": "done", "unit": self.unit}
+        row = {**self.key, "epoch": self.epoch, "status": "done"}
         steps, price = self.epoch * math.ceil(args.images / BATCH), self.method.gradients
         row["gradients"] = price * steps - (price - 1)  # the first step takes one
         every_third = self.epoch % 3 == 0 or self.epoch == last
@@ -324,7 +318,7 @@ class Run:
         loss = F.cross_entropy(self.model(images), labels)
         if not math.isfinite(loss.item()):
             raise FloatingPointError("loss")
-        (loss / self.unit).backward()
+        loss.backward()
         return loss.detach()
 
     @torch.no_grad()
@@ -349,7 +343,7 @@ class Run:
         return found
 
     def estimator_error(self) -> Row:
-        """|grad f|^2, |d - grad f|^2, and E|g - grad f|^2 of a mini-batch; gradients over `unit`.
+        """|grad f|^2, |d - grad f|^2, and E|g - grad f|^2 of a mini-batch.
 
         The full gradient over all images is too expensive. F and F' are mean gradients over the two
         halves of 2,000 training images, always the same ones. They are almost independent, so
