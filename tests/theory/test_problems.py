@@ -191,7 +191,7 @@ def test_data_and_helpers_are_what_they_say():
         ("BoundedNonConvex", (3, -1.0), "sigma must be finite and not negative, got -1.0"),
         ("NonConvexLogistic", (np.ones((2, 2)), [0, 1]), "targets must be -1 or 1"),
         ("RobustRegression", (np.ones((2, 2)), [1.0]), "one number per row"),
-        ("PhaseRetrieval", (np.ones((2, 2)), [1.0, -1.0]), "none negative"),
+        ("PhaseRetrieval", (np.ones((2, 2)), [1.0, -1.0]), "squares must not be negative"),
         ("NonNegativeFactorisation", (-np.ones((2, 2)), 1), "no negative entry"),
         ("MatrixCompletion", ((2, 2), np.zeros((3, 2), int), [1.0], 1), "one row"),
         ("sample_image", ("cat",), "'china' or 'flower', got 'cat'"),

@@ -3,37 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from scipy.optimize import OptimizeResult, brentq
 
 from stormplus.reference import minimize
-from stormplus.theory.lemmas import Inequality, beta, tau_star
+from stormplus.theory.lemmas import Inequality, beta, inverse_beta_tilde, tau_star
 from stormplus.theory.problems.base import Array, Constants, Objective
 
 
 class Trace(NamedTuple):
-    """Every vector of a run; row t - 1 is time t.
+    """Every vector of a run; row t - 1 is time t."""
 
-    Attributes:
-        x: x_1, ..., x_T.
-        g: g_t = grad f(x_t; xi_t).
-        g_tilde: g~_t = grad f(x_t; xi_{t+1}); T - 1 rows.
-        g_bar: grad f(x_t).
-        d: d_t.
-        gain: a_1, ..., a_{T+1}.
-        step_size: eta_t.
-    """
-
-    x: Array
-    g: Array
-    g_tilde: Array
-    g_bar: Array
-    d: Array
-    gain: Array
-    step_size: Array
+    x: Array  # x_1, ..., x_T
+    g: Array  # g_t = grad f(x_t; xi_t)
+    g_tilde: Array  # g~_t = grad f(x_t; xi_{t+1}); T - 1 rows
+    g_bar: Array  # grad f(x_t)
+    d: Array  # d_t
+    gain: Array  # a_1, ..., a_{T+1}
+    step_size: Array  # eta_t
 
     @property
     def error(self) -> Array:
@@ -46,20 +36,10 @@ class Trace(NamedTuple):
         return (self.g[1:] - self.g_tilde) - (self.g_bar[1:] - self.g_bar[:-1])
 
 
-def trace_run(
-    problem: Objective,
-    steps: int,
-    *,
-    x0: Array | None = None,
-    **options: Any,
-) -> Trace:
-    """Run `minimize` on a problem with a full gradient, and keep every vector of every step.
+def trace_run(problem: Objective, steps: int, *, x0: Array | None = None, **options: Any) -> Trace:
+    """Run `minimize` with its `options`, and keep every vector of every step.
 
-    Args:
-        problem: The problem.
-        steps: T.
-        x0: x_1; by default `problem.start()`.
-        **options: As for `minimize`.
+    It starts from `x0`, by default `problem.start()`, with `rng=0` unless told otherwise.
     """
     calls: list[Array] = []
     rows: list[tuple[Array, Array]] = []
@@ -72,8 +52,7 @@ def trace_run(
         rows.append((result.x, result.estimator))
 
     start = problem.start() if x0 is None else x0
-    options = {"rng": 0} | options
-    result = minimize(grad, start, problem.sample, steps, callback=keep, **options)
+    result = minimize(grad, start, problem.sample, steps, callback=keep, **{"rng": 0} | options)
     x, d = (np.array(part) for part in zip(*rows))
     # minimize evaluates g_1, and then g_t before g~_{t-1} (Alg. 1, line 5).
     return Trace(
@@ -115,9 +94,8 @@ def sum_of_gradients(
     total = square_sums(trace.d)
     descent = 2 * value_range / lr * trace.gain[-1] ** (-1 / 3) * total ** (1 / 3)
     curvature = 1.5 * lr * smoothness * total ** (2 / 3)
-    return Inequality(
-        square_sums(trace.g_bar), float(square_sums(trace.error) + descent + curvature)
-    )
+    right = square_sums(trace.error) + descent + curvature
+    return Inequality(square_sums(trace.g_bar), float(right))
 
 
 def offline_sum_bound(smoothness: float, value_range: float) -> float:
@@ -158,14 +136,8 @@ def main_theorem_constants(
     the theorem is false (`docs/theory.md`).
     """
     kappa = value_range**0.75 + smoothness**1.5 + (0.0 if as_printed else 1.0)
-    offset = (
-        1
-        + smoothness**2.25
-        + value_range**1.125
-        + grad_bound**5
-        + (smoothness * grad_bound**4) ** 1.5
-    )
-    return MainConstants(kappa, offset)
+    offset = 1 + smoothness**2.25 + value_range**1.125 + grad_bound**5
+    return MainConstants(kappa, offset + (smoothness * grad_bound**4) ** 1.5)
 
 
 def expected_error_simplified(traces: Sequence[Trace], known: Constants) -> Inequality:
@@ -175,10 +147,9 @@ def expected_error_simplified(traces: Sequence[Trace], known: Constants) -> Ineq
     """
     smoothness, _, noise = _require(known)
     T = len(traces[0].d)
-    d_sum = np.mean([square_sums(trace.d) for trace in traces])
-    drift = 72 * smoothness**2 * T ** (2 / 9) * d_sum ** (1 / 3)
-    error = float(np.mean([square_sums(trace.error) for trace in traces]))
-    return Inequality(error, float(drift + 24 * noise**2 * T ** (1 / 3)))
+    drift = 72 * smoothness**2 * T ** (2 / 9) * _mean(trace.d for trace in traces) ** (1 / 3)
+    error = _mean(trace.error for trace in traces)
+    return Inequality(error, drift + 24 * noise**2 * T ** (1 / 3))
 
 
 def expected_error(traces: Sequence[Trace], known: Constants) -> tuple[Inequality, Inequality]:
@@ -190,17 +161,18 @@ def expected_error(traces: Sequence[Trace], known: Constants) -> tuple[Inequalit
     """
     smoothness, grad_bound, _ = _require(known)
     threshold = beta(grad_bound)
-    inverse = (threshold**-1.5 + grad_bound**2) ** (2 / 3) / threshold  # 1 / (beta beta~)
-    d_sum = np.mean([square_sums(trace.d) for trace in traces])
-    g_sum = np.mean([square_sums(trace.g) for trace in traces])
-    early = [square_sums(t.error[: tau_star(t.gain.tolist(), grad_bound)]) for t in traces]
-    constant = 2 * (12 + 2 * grad_bound**2)
-    drift = 24 * smoothness**2 * d_sum ** (1 / 3)
-    first = Inequality(float(np.mean(early)), float((constant + drift) / threshold))
-    right = (drift + constant) * inverse + 2 * grad_bound**2 + d_sum / 64
+    d_sum, g_sum = _mean(trace.d for trace in traces), _mean(trace.g for trace in traces)
+    early = _mean(t.error[: tau_star(t.gain.tolist(), grad_bound)] for t in traces)
+    both = 24 * smoothness**2 * d_sum ** (1 / 3) + 2 * (12 + 2 * grad_bound**2)
+    right = both * inverse_beta_tilde(grad_bound) / threshold + 2 * grad_bound**2 + d_sum / 64
     right += (1024 * smoothness**3 + 12) * (1 + g_sum) ** (1 / 3)
-    error = np.mean([square_sums(trace.error) for trace in traces])
-    return first, Inequality(float(error / 3), float(right))
+    error = _mean(trace.error for trace in traces)
+    return Inequality(early, both / threshold), Inequality(error / 3, right)
+
+
+def _mean(parts: Iterable[Array]) -> float:
+    """Return the mean over runs of sum_t |row_t|^2."""
+    return float(np.mean([square_sums(rows) for rows in parts]))
 
 
 def _require(known: Constants) -> tuple[float, float, float]:

@@ -43,9 +43,8 @@ def technical_1(b: Sequence[Number], p: Number) -> Inequality:
     how d_0 and eta_0 enter the proofs) the statement holds for them too.
     """
     total = list(accumulate(b))
-    left = sum((b_i / s_i**p for b_i, s_i in zip(b, total) if s_i > 0), start=0 * b[0])
-    right = total[-1] ** (1 - p) / (1 - p) if total[-1] > 0 else 0 * b[0]
-    return Inequality(left, right)
+    left = sum(b_i / s_i**p for b_i, s_i in zip(b, total) if s_i > 0)
+    return Inequality(left, total[-1] ** (1 - p) / (1 - p))
 
 
 def shifted_technical_1(
@@ -56,9 +55,8 @@ def shifted_technical_1(
     sum_i b_i / (b_0 + sum_{j<i} b_j)^p <= b / b_0^p + 2/(1-p) (b_0 + sum_i b_i)^(1-p).
     """
     bound = max(b) if bound is None else bound
-    left = sum((b_i / s_i**p for b_i, s_i in zip(b, _before(b, first))), start=0 * first)
-    right = bound / first**p + 2 / (1 - p) * (first + sum(b)) ** (1 - p)
-    return Inequality(left, right)
+    left = sum(b_i / s_i**p for b_i, s_i in zip(b, _before(b, first)))
+    return Inequality(left, bound / first**p + 2 / (1 - p) * (first + sum(b)) ** (1 - p))
 
 
 def shifted_technical_1_sharp(b: Sequence[Number], first: Number, p: Number) -> Inequality:
@@ -79,14 +77,9 @@ def shifted_technical_1_line_3(b: Sequence[Number], first: Number, p: Number) ->
     term that crosses b is in that sum, so 2b is the bound.
     """
     bound = max(b)
-    before = _before(b, 0 * first)
-    start = next((i for i, s in enumerate(before) if s >= bound), len(b))  # T_0 - 1
-    left = shifted_technical_1(b, first, p).left
-    tail = sum(
-        (b_i / ((bound + s_i) / 2) ** p for b_i, s_i in zip(b[start:], before[start:])),
-        start=0 * first,
-    )
-    return Inequality(left, bound / first**p + tail)
+    after_t_0 = [(b_i, s_i) for b_i, s_i in zip(b, _before(b, 0 * first)) if s_i >= bound]
+    tail = sum(b_i / ((bound + s_i) / 2) ** p for b_i, s_i in after_t_0)
+    return Inequality(shifted_technical_1(b, first, p).left, bound / first**p + tail)
 
 
 def const_sum(a: Sequence[Number], constant: int = 12) -> Inequality:
@@ -96,7 +89,7 @@ def const_sum(a: Sequence[Number], constant: int = 12) -> Inequality:
     statement holds with `constant=3`, and with no smaller one.
     """
     power = _ratio(4, 3, a[0])
-    left = sum((a_i / (1 + s_i) ** power for a_i, s_i in zip(a, accumulate(a))), start=0 * a[0])
+    left = sum(a_i / (1 + s_i) ** power for a_i, s_i in zip(a, accumulate(a)))
     return Inequality(left, type(a[0])(constant))
 
 
@@ -107,10 +100,7 @@ def const_sum_delayed(a: Sequence[Number], constant: int = 12, multiple: int = 2
     (`constant=3, multiple=1`).
     """
     power, one = _ratio(4, 3, a[0]), type(a[0])(1)
-    left = sum(
-        (a_i / s_i**power for a_i, s_i in zip(a, _before(a, one))),
-        start=0 * a[0],
-    )
+    left = sum(a_i / s_i**power for a_i, s_i in zip(a, _before(a, one)))
     return Inequality(left, constant + multiple * max(a))
 
 
@@ -123,9 +113,8 @@ def young(a: Number, b: Number, rho: Number) -> Inequality:
 
 def gains(g_sq: Sequence[Number]) -> list[Number]:
     """Return a_1, ..., a_{T+1} of STORM+ for squared gradient norms |g_1|^2, ..., |g_T|^2."""
-    one = type(g_sq[0])(1)
     power = -_ratio(2, 3, g_sq[0])
-    return [total**power for total in accumulate(g_sq, initial=one)]
+    return [total**power for total in accumulate(g_sq, initial=type(g_sq[0])(1))]
 
 
 def beta(grad_bound: Number) -> Number:
@@ -133,12 +122,17 @@ def beta(grad_bound: Number) -> Number:
     return 1 / max(type(grad_bound)(1), grad_bound**4)
 
 
+def inverse_beta_tilde(grad_bound: Number) -> Number:
+    """Return 1/beta~ = (1/beta^(3/2) + G^2)^(2/3)."""
+    power = _ratio(3, 2, grad_bound)
+    return (beta(grad_bound) ** -power + grad_bound**2) ** _ratio(2, 3, grad_bound)
+
+
 def tau_star(a: Sequence[Number], grad_bound: Number) -> int:
     """Return tau* = max{t in [T]: a_t >= beta}, for a_1, ..., a_{T+1}.
 
     It is a stopping time because a_t never grows: {tau* <= t} = {a_{t+1} < beta} for
-    t < T, and a_{t+1} is known at time t. For gains that may grow (STORM's with a
-    changing learning rate) a last time would not be one.
+    t < T, and a_{t+1} is known at time t. Gains that may grow would give none.
     """
     return max(t for t, a_t in enumerate(a[:-1], start=1) if a_t >= beta(grad_bound))
 
@@ -148,14 +142,10 @@ def ats_tau_star(
 ) -> tuple[list[Inequality], list[Inequality]]:
     """Lemma AtsTauStar, both parts, one inequality per step.
 
-    1/a_{t+1} <= 1/beta~ for t <= tau*, with 1/beta~ = (1/beta^(3/2) + G^2)^(2/3), and
-    1/a_{t+1} - 1/a_t <= 2/3 for t >= tau* + 1.
+    1/a_{t+1} <= 1/beta~ for t <= tau*, and 1/a_{t+1} - 1/a_t <= 2/3 for t >= tau* + 1.
     """
-    a = gains(g_sq)
-    last = tau_star(a, grad_bound)
-    two_thirds = _ratio(2, 3, grad_bound)
-    inverse = (beta(grad_bound) ** -_ratio(3, 2, grad_bound) + grad_bound**2) ** two_thirds
-    # a_{t+1} is a[t]: the list starts at a_1.
+    a = gains(g_sq)  # a_{t+1} is a[t]
+    last, inverse = tau_star(a, grad_bound), inverse_beta_tilde(grad_bound)
     first_part = [Inequality(1 / a[t], inverse) for t in range(1, last + 1)]
-    second_part = [Inequality(1 / a[t] - 1 / a[t - 1], two_thirds) for t in range(last + 1, len(a))]
-    return first_part, second_part
+    later, rise = range(last + 1, len(a)), _ratio(2, 3, grad_bound)
+    return first_part, [Inequality(1 / a[t] - 1 / a[t - 1], rise) for t in later]

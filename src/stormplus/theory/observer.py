@@ -20,9 +20,9 @@ well below sigma^2.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -38,26 +38,17 @@ if TYPE_CHECKING:
 
     Vectors: TypeAlias = dict[Tensor, Tensor]  # by parameter
 
-
-class ScalarWriter(Protocol):
-    """The method of a TensorBoard `SummaryWriter` that is used."""
-
-    def add_scalars(
-        self, main_tag: str, tag_scalar_dict: dict[str, float], global_step: int
-    ) -> Any:
-        """Write several numbers under one tag."""
-
-
-class _RunningMean:
-    """An exponential mean over about `window` values, unbiased from the first one on."""
-
-    def __init__(self, window: float) -> None:
-        self.keep, self.weight, self.total = 1 - 1 / window, 0.0, 0.0
-
-    def add(self, value: float) -> float:
-        self.weight = self.keep * self.weight + (1 - self.keep)
-        self.total = self.keep * self.total + (1 - self.keep) * value
-        return self.total / self.weight
+REPORTED = ("gain", "step_size", "grad_norm", "estimator_norm")
+PANELS = {
+    "gain and step size": {"gain": "$a_{t+1}$", "step_size": r"$\eta_t$"},
+    "norms": {"grad_norm": "$|g_t|$", "estimator_norm": "$|d_t|$"},
+    "squared errors": {
+        "true_noise_sq": r"$|g_t-\nabla f|^2$",
+        "true_error_sq": r"$|d_t-\nabla f|^2$",
+        "noise_sq": r"$\sigma^2$, estimated",
+        "error_sq": r"$|\epsilon_t|^2$, estimated",
+    },
+}
 
 
 class Observer:
@@ -72,7 +63,7 @@ class Observer:
             loss: weight decay and the sign of `maximize` are added.
         window: The number of steps that running means look back.
         every: Keep one row in so many steps. Running means use every step.
-        writer: A TensorBoard `SummaryWriter`, which gets each row that is kept.
+        writer: A TensorBoard `SummaryWriter`; its `add_scalars` gets each row that is kept.
         tag: The writer's main tag.
     """
 
@@ -82,16 +73,16 @@ class Observer:
         *,
         window: float = 100.0,
         every: int = 1,
-        writer: ScalarWriter | None = None,
+        writer: Any = None,
         tag: str = "stormplus",
     ) -> None:
         if window < 1 or every < 1:
             raise ValueError(f"window and every must be at least 1, got {window} and {every}")
         self.full_grad, self.every, self.writer, self.tag = full_grad, every, writer, tag
         self.rows: list[dict[str, float]] = []
-        self._innovation, self._noise = _RunningMean(window), _RunningMean(window)
-        self._smoothness = 0.0
-        self._calls: list[tuple[Array, Array]] = []
+        self._step = 1 / window  # of the exponential means
+        self._weight = self._innovation = self._noise = self._smoothness = 0.0
+        self._calls: list[Array] = []
         self._previous: tuple[Array, Array, Array] | None = None
         self._attachment: Attachment | None = None
 
@@ -107,20 +98,7 @@ class Observer:
         except ImportError as error:
             raise ImportError(f"observer.plot() needs matplotlib: {how_to('theory')}") from error
         figure = Figure(figsize=(10, 3.2), layout="constrained")
-        panels = (
-            ("gain and step size", {"gain": "$a_{t+1}$", "step_size": r"$\eta_t$"}),
-            ("norms", {"grad_norm": "$|g_t|$", "estimator_norm": "$|d_t|$"}),
-            (
-                "squared errors",
-                {
-                    "true_noise_sq": r"$|g_t-\nabla f|^2$",
-                    "true_error_sq": r"$|d_t-\nabla f|^2$",
-                    "noise_sq": r"$\sigma^2$, estimated",
-                    "error_sq": r"$|\epsilon_t|^2$, estimated",
-                },
-            ),
-        )
-        for axis, (title, names) in zip(figure.subplots(1, 3), panels):
+        for axis, (title, names) in zip(figure.subplots(1, 3), PANELS.items()):
             for name, label in names.items():
                 points = [(row["step"], row[name]) for row in self.rows if row.get(name, 0) > 0]
                 if points:
@@ -142,43 +120,40 @@ class Observer:
         digits = "" if style == "csv" else ".4g"
         cells = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
         if style == "csv":
-            return "\n".join(",".join(line) for line in [names, *cells]) + "\n"
+            return _lines("", ",", "", [names, *cells])
         if style == "markdown":
-            lines = [names, ["---"] * len(names), *cells]
-            return "\n".join(f"| {' | '.join(line)} |" for line in lines) + "\n"
+            return _lines("| ", " | ", " |", [names, ["---"] * len(names), *cells])
         if style == "latex":
             head = [name.replace("_", r"\_") for name in names]
-            body = "\n".join(" & ".join(line) + r" \\" for line in [head, *cells])
-            spec = "r" * len(names)
-            return f"\\begin{{tabular}}{{{spec}}}\n{body}\n\\end{{tabular}}\n"
+            body = _lines("", " & ", r" \\", [head, *cells])
+            return f"\\begin{{tabular}}{{{'r' * len(names)}}}\n{body}\\end{{tabular}}\n"
         raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
 
-    def due(self, step: int) -> bool:
-        """Return whether the row of this step is kept."""
+    def _due(self, step: int) -> bool:
         return (step - 1) % self.every == 0
 
-    def record(self, step: int, row: dict[str, float], pair: dict[str, float] | None) -> None:
-        """Add a step.
-
-        Args:
-            step: t, from 1.
-            row: What is known without the pair of gradients.
-            pair: `innovation_sq`, `drift_sq`, `move_sq`, `two_sample_sq`; None if there is no pair.
-        """
+    def _record(
+        self,
+        step: int,
+        reported: Mapping[str, Any],
+        errors: dict[str, float],
+        pair: dict[str, float] | None,
+    ) -> None:
+        """Add a step: what the optimizer reports, the true errors if known, the pair if any."""
+        row = {name: float(reported[name]) for name in REPORTED} | errors
         if pair is not None:
             if pair["move_sq"] > 0:
                 ratio = (pair["drift_sq"] / pair["move_sq"]) ** 0.5
                 self._smoothness = max(self._smoothness, ratio)
-            noise = self._noise.add(pair["two_sample_sq"] / 2)
-            error = self._innovation.add(pair["innovation_sq"]) - noise
-            row = row | {
-                "innovation_sq": pair["innovation_sq"],
-                "drift_sq": pair["drift_sq"],
-                "smoothness": self._smoothness,
-                "noise_sq": noise,
-                "error_sq": error,
-            }
-        if self.due(step):
+            # Exponential means, unbiased from the first value on.
+            self._weight += self._step * (1 - self._weight)
+            self._noise += self._step * (pair["two_sample_sq"] / 2 - self._noise)
+            self._innovation += self._step * (pair["innovation_sq"] - self._innovation)
+            row |= {name: pair[name] for name in ("innovation_sq", "drift_sq")}
+            row["smoothness"] = self._smoothness
+            row["noise_sq"] = self._noise / self._weight
+            row["error_sq"] = (self._innovation - self._noise) / self._weight
+        if self._due(step):
             self.rows.append({"step": float(step)} | row)
             if self.writer is not None:
                 self.writer.add_scalars(self.tag, row, step)
@@ -190,7 +165,7 @@ class Observer:
 
         def watched(x: Any, xi: Any) -> Any:
             g = grad(x, xi)
-            self._calls.append((_flat(x), _flat(g)))
+            self._calls.append(_flat(g))
             return g
 
         return watched
@@ -205,10 +180,10 @@ class Observer:
             )
         if result.nit == 1:  # drop calls that a failed run has left
             calls, self._previous = calls[-1:], None
-        x, d, g = _flat(result.x), _flat(result.estimator), calls[0][1]
+        x, g, d = _flat(result.x), calls[0], _flat(result.estimator)
         pair = None
         if self._previous is not None and len(calls) == 2:
-            g_tilde = calls[1][1]  # minimize evaluates g_{t+1} first (Alg. 1, line 5)
+            g_tilde = calls[1]  # minimize evaluates g_{t+1} first (Alg. 1, line 5)
             x_old, g_old, d_old = self._previous
             pair = {
                 "innovation_sq": _square(d_old - g_tilde),
@@ -217,22 +192,16 @@ class Observer:
                 "two_sample_sq": _square(g_old - g_tilde),
             }
         self._previous = (x, g, d)
-        row = {"gain": float(result.gain), "step_size": float(result.step_size)}
-        row |= {"grad_norm": _square(g) ** 0.5, "estimator_norm": _square(d) ** 0.5}
-        if self.full_grad is not None and self.due(result.nit):
+        errors = {}
+        if self.full_grad is not None and self._due(result.nit):
             g_bar = _flat(self.full_grad(result.x))
-            row |= {"true_error_sq": _square(d - g_bar), "true_noise_sq": _square(g - g_bar)}
-        self.record(result.nit, row, pair)
+            errors = {"true_error_sq": _square(d - g_bar), "true_noise_sq": _square(g - g_bar)}
+        self._record(result.nit, result, errors, pair)
 
     # With torch.
 
     def attach(self, optimizer: PairedOptimizer) -> Attachment:
-        """Record a `PairedOptimizer` until `close()`, or within `with`.
-
-        Raises:
-            TypeError: The optimizer takes one gradient per step.
-            RuntimeError: This observer is attached already.
-        """
+        """Record a `PairedOptimizer` until `close()`, or within `with`."""
         from stormplus.torch import PairedOptimizer
 
         if not isinstance(optimizer, PairedOptimizer):
@@ -250,25 +219,30 @@ class Observer:
 class Attachment(AbstractContextManager["Attachment"]):
     """Connects an observer to a torch optimizer, until `close()` or the end of the context.
 
-    It keeps g_t between steps, and two more copies while the parameters move.
+    It keeps g_t between steps, and two more copies from the move to the second evaluation.
     """
 
     def __init__(self, observer: Observer, optimizer: PairedOptimizer) -> None:
         self.observer, self.optimizer = observer, optimizer
         self._g: Vectors = {}  # g_t
-        self._before: tuple[Vectors, Vectors, dict[str, float]] | None = None  # while moving
-        self._half: tuple[Vectors, dict[str, float]] | None = None  # g~_t, and the row so far
+        self._drop_pair()
         self._handle = optimizer.register_pass_hook(self._on_pass)
 
     def close(self) -> None:
         """Stop recording. A second call does nothing."""
         self._handle.remove()
-        self._g, self._before, self._half = {}, None, None
+        self._g = {}
+        self._drop_pair()
         if self.observer._attachment is self:
             self.observer._attachment = None
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+    def _drop_pair(self) -> None:
+        self._x: Vectors = {}  # x_t
+        self._g_tilde: Vectors = {}
+        self._pair: dict[str, float] | None = None
 
     def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
         import torch
@@ -276,47 +250,42 @@ class Attachment(AbstractContextManager["Attachment"]):
         with torch.no_grad():
             if when == "before_move":
                 self._before_move()
-            elif when == "after_move":
-                self._after_move()
-            elif when == "before_estimate" and not optimizer.pending:
-                self._half = None  # the first sample, or a restart: no pair
             elif when == "after_estimate":
                 self._after_estimate()
-            elif when == "failed":
-                self._before = None  # nothing has moved; a pending pair keeps its first half
-            elif when == "restarted":
-                self._half = None  # the second half will not come
+            elif when == "restarted":  # the next sample has one gradient
+                self._g = {}
+                self._drop_pair()
+            elif when in ("failed", "before_estimate") and not optimizer.pending:
+                self._drop_pair()  # nothing has moved
 
     def _before_move(self) -> None:
-        g_tilde, d = self._gradients(), self._estimators()
-        pair = {"innovation_sq": _apart(d, g_tilde), "two_sample_sq": _apart(self._g, g_tilde)}
-        self._before = {p: p.detach().clone() for p in d}, g_tilde, pair
-
-    def _after_move(self) -> None:
-        assert self._before is not None
-        (x, g_tilde, pair), self._before = self._before, None
-        pair["move_sq"] = _apart({p: p.detach() for p in x}, x)
-        self._half = (g_tilde, pair) if self._g else None  # attached halfway: no g_t yet
-        self._g = {}
+        d, self._g_tilde = self._estimators(), self._gradients()
+        self._x = {p: p.detach().clone() for p in d}
+        if self._g:  # otherwise attached halfway: no g_t yet
+            self._pair = {
+                "innovation_sq": _apart(d, self._g_tilde),
+                "two_sample_sq": _apart(self._g, self._g_tilde),
+            }
 
     def _after_estimate(self) -> None:
-        half, self._half = self._half, None
-        g = self._g = self._gradients()
+        g, pair = self._gradients(), self._pair
+        if pair is not None:
+            pair["move_sq"] = _apart({p: p.detach() for p in self._x}, self._x)
+            pair["drift_sq"] = _apart(g, self._g_tilde)
+        self._g = g
+        self._drop_pair()
         seen = self.optimizer.diagnostics()
-        names = ("gain", "step_size", "grad_norm", "estimator_norm")
-        row = {name: float(seen[name]) for name in names}
-        step = int(seen["step"])
-        if self.observer.full_grad is not None and self.observer.due(step):
+        step, errors = int(seen["step"]), {}
+        if self.observer.full_grad is not None and self.observer._due(step):
             import torch
 
             with torch.enable_grad():
-                g_bar = self._gradients(list(self.observer.full_grad()))
-            row["true_error_sq"] = _apart(self._estimators(), g_bar)
-            row["true_noise_sq"] = _apart(g, g_bar)
-        pair = None if half is None else half[1] | {"drift_sq": _apart(g, half[0])}
-        self.observer.record(step, row, pair)
+                g_bar = self._gradients(self.observer.full_grad())
+            errors["true_error_sq"] = _apart(self._estimators(), g_bar)
+            errors["true_noise_sq"] = _apart(g, g_bar)
+        self.observer._record(step, seen, errors, pair)
 
-    def _gradients(self, given: list[Tensor | None] | None = None) -> Vectors:
+    def _gradients(self, given: Iterable[Tensor | None] | None = None) -> Vectors:
         """Return the gradients as the optimizer sees them, with L2 decay and sign.
 
         From `.grad`, or those given, one per parameter. Parameters without a gradient and frozen
@@ -339,12 +308,16 @@ class Attachment(AbstractContextManager["Attachment"]):
 
 
 def _apart(left: Vectors, right: Vectors) -> float:
-    """|left - right|^2 over the parameters that both have, in float64."""
+    """Return |left - right|^2 over the parameters that both have, in float64."""
     import torch
 
     both = [p for p in left if p in right]
     norms = [torch.linalg.vector_norm(left[p] - right[p], dtype=torch.float64) for p in both]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
+
+
+def _lines(begin: str, between: str, end: str, rows: list[list[str]]) -> str:
+    return "".join(f"{begin}{between.join(row)}{end}\n" for row in rows)
 
 
 def _flat(x: Any) -> Array:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -36,16 +37,18 @@ class CountedGradients:
     def __init__(self, problem: FiniteSum, budget: int, rng: np.random.Generator) -> None:
         self.problem, self.budget, self.rng, self.spent = problem, budget, rng, 0
         self.n = problem.n_samples
-        self.everything = np.arange(self.n)
 
     def draw(self, size: int) -> Indices:
-        return self.problem.sample_batch(self.rng, size)
+        return self.problem.sample(self.rng, size)
 
     def grad(self, x: Array, xi: Indices) -> Array:
         if self.spent + len(xi) > self.budget:
             raise BudgetSpent
         self.spent += len(xi)
         return self.problem.grad(x, xi)
+
+    def full(self, x: Array) -> Array:
+        return self.grad(x, np.arange(self.n))
 
     def difference(self, x: Array, other: Array, xi: Indices) -> Array:
         """Return g_S(x) - g_S(other): two gradients per data point."""
@@ -55,12 +58,7 @@ class CountedGradients:
 
 
 def svrg(
-    gradients: CountedGradients,
-    x: Array,
-    *,
-    smoothness: float,
-    step_size: float | None,
-    batch_size: int = 1,
+    f: CountedGradients, x: Array, smoothness: float, step_size: float | None, batch_size: int = 1
 ) -> Iterator[Array]:
     """SVRG for non-convex sums (Reddi et al. 2016; Allen-Zhu & Hazan 2016).
 
@@ -68,23 +66,17 @@ def svrg(
     et al. needs Gamma > 0; with mu = 1/4 and n = 569, Gamma L n^(2/3) is at least 0.224.
     """
     mu = 0.25
-    eta = mu / (smoothness * gradients.n ** (2 / 3)) if step_size is None else step_size
-    inner = max(1, int(gradients.n / (3 * mu) / batch_size))
+    eta = mu / (smoothness * f.n ** (2 / 3)) if step_size is None else step_size
+    inner = max(1, int(f.n / (3 * mu) / batch_size))
     while True:
-        anchor, full = x, gradients.grad(x, gradients.everything)
+        anchor, mean = x, f.full(x)
         for _ in range(inner):
-            v = gradients.difference(x, anchor, gradients.draw(batch_size)) + full
-            x = x - eta * v
+            x = x - eta * (f.difference(x, anchor, f.draw(batch_size)) + mean)
             yield x
 
 
 def scsg(
-    gradients: CountedGradients,
-    x: Array,
-    *,
-    smoothness: float,
-    step_size: float | None,
-    batch_size: int = 1,
+    f: CountedGradients, x: Array, smoothness: float, step_size: float | None, batch_size: int = 1
 ) -> Iterator[Array]:
     """SCSG (Lei et al. 2017): mega-batches of B_j points, a geometric number of steps.
 
@@ -95,24 +87,22 @@ def scsg(
     j = 0
     while True:
         j += 1
-        size = min(max(math.ceil(j**1.5), 8 * batch_size), gradients.n)
-        mega = gradients.rng.choice(gradients.n, size, replace=False)
-        anchor, mean = x, gradients.grad(x, mega)
+        size = min(max(math.ceil(j**1.5), 8 * batch_size), f.n)
+        anchor, mean = x, f.grad(x, f.rng.choice(f.n, size, replace=False))
         eta = scale * (batch_size / size) ** (2 / 3)
         # The number of failures before a success of probability b / (B + b): mean B / b.
-        for _ in range(gradients.rng.geometric(batch_size / (size + batch_size)) - 1):
-            v = gradients.difference(x, anchor, gradients.draw(batch_size)) + mean
-            x = x - eta * v
+        for _ in range(f.rng.geometric(batch_size / (size + batch_size)) - 1):
+            x = x - eta * (f.difference(x, anchor, f.draw(batch_size)) + mean)
             yield x
 
 
 def spider(
-    gradients: CountedGradients,
+    f: CountedGradients,
     x: Array,
-    *,
     smoothness: float,
     step_size: float | None,
     batch_size: int | None = None,
+    *,
     accuracy: float = 1e-2,
 ) -> Iterator[Array]:
     """SPIDER-SFO (Fang et al. 2018), finite-sum case with the paper's n_0 = 1.
@@ -120,14 +110,14 @@ def spider(
     Theory: batches of sqrt(n), a full pass every sqrt(n) steps, a move of length at most
     accuracy / L: step size min(accuracy / (L |v|), 1 / (2 L)). A tuned `step_size` is constant.
     """
-    root = max(1, round(math.sqrt(gradients.n)))
+    root = max(1, round(math.sqrt(f.n)))
     size = root if batch_size is None else batch_size
     previous = x
     while True:
-        v = gradients.grad(x, gradients.everything)
+        v = f.full(x)
         for k in range(root):
             if k > 0:
-                v = v + gradients.difference(x, previous, gradients.draw(size))
+                v = v + f.difference(x, previous, f.draw(size))
             length = float(np.linalg.norm(v))
             eta = 1 / (2 * smoothness) if step_size is None else step_size
             if step_size is None and length > 0:
@@ -137,12 +127,7 @@ def spider(
 
 
 def hybrid_sarah(
-    gradients: CountedGradients,
-    x: Array,
-    *,
-    smoothness: float,
-    step_size: float | None,
-    batch_size: int = 1,
+    f: CountedGradients, x: Array, smoothness: float, step_size: float | None, batch_size: int = 1
 ) -> Iterator[Array]:
     """The hybrid SARAH-SGD estimator with one loop (Tran-Dinh et al. 2019).
 
@@ -151,17 +136,17 @@ def hybrid_sarah(
     (m + 1)^(1/3) points, beta = 1 - 1 / sqrt(mega (m + 1)), and the largest step size with
     1 - L eta - (L eta alpha)^2 >= 0, alpha^2 = beta^2 (1 - beta^(2m)) / (1 - beta^2).
     """
-    horizon = max(1, gradients.budget // (3 * batch_size))
-    mega = min(math.ceil((horizon + 1) ** (1 / 3)), gradients.n)
+    horizon = max(1, f.budget // (3 * batch_size))
+    mega = min(math.ceil((horizon + 1) ** (1 / 3)), f.n)
     beta = 1 - 1 / math.sqrt(mega * (horizon + 1))
     alpha_sq = beta**2 * (1 - beta ** (2 * horizon)) / (1 - beta**2)
     eta = 2 / (smoothness * (1 + math.sqrt(1 + 4 * alpha_sq))) if step_size is None else step_size
-    v = gradients.grad(x, gradients.draw(mega))
+    v = f.grad(x, f.draw(mega))
     while True:
         previous, x = x, x - eta * v
         yield x
-        drift = gradients.difference(x, previous, gradients.draw(batch_size))
-        v = beta * (v + drift) + (1 - beta) * gradients.grad(x, gradients.draw(batch_size))
+        drift = f.difference(x, previous, f.draw(batch_size))
+        v = beta * (v + drift) + (1 - beta) * f.grad(x, f.draw(batch_size))
 
 
 METHODS: dict[str, Callable[..., Iterator[Array]]] = {
@@ -203,30 +188,24 @@ def minimize_finite_sum(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if smoothness is None:
-        smoothness = problem.constants.smoothness
+    smoothness = problem.constants.smoothness if smoothness is None else smoothness
     if smoothness is None:
         raise ValueError("the problem has no L: pass smoothness=...")
     rng = np.random.default_rng(rng)
     (reservoir,) = rng.spawn(1)
-    gradients = CountedGradients(problem, evaluations, rng)
-    result = OptimizeResult()
+    f, result = CountedGradients(problem, evaluations, rng), OptimizeResult()
     result.update({"x": x0, "x_uniform": x0, "nit": 0, "ngev": 0, "success": True})
     result["message"] = "the budget is spent"
-    moves = METHODS[method](gradients, x0, smoothness=smoothness, step_size=step_size, **options)
-    while True:
-        try:
-            with np.errstate(over="ignore", invalid="ignore"):  # divergence is reported below
-                x = next(moves)
-        except BudgetSpent:
-            result["ngev"] = gradients.spent  # includes an anchor after the last move
-            return result
-        if not np.isfinite(x).all():
-            result.update({"ngev": gradients.spent, "success": False, "message": "diverged"})
-            return result
-        nit = result["nit"] + 1
-        result.update({"x": x, "nit": nit, "ngev": gradients.spent})
-        if reservoir.integers(nit) == 0:
-            result["x_uniform"] = x
-        if callback is not None:
-            callback(result)
+    moves = METHODS[method](f, x0, smoothness, step_size, **options)
+    with suppress(BudgetSpent), np.errstate(over="ignore", invalid="ignore"):
+        for nit, x in enumerate(moves, start=1):
+            if not np.isfinite(x).all():
+                result.update({"success": False, "message": "diverged"})
+                break
+            result.update({"x": x, "nit": nit, "ngev": f.spent})
+            if reservoir.integers(nit) == 0:
+                result["x_uniform"] = x
+            if callback is not None:
+                callback(result)
+    result["ngev"] = f.spent  # includes an anchor after the last move
+    return result

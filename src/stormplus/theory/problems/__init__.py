@@ -18,25 +18,17 @@ from stormplus.theory.problems.factor import (
     NonNegativeFactorisation,
     masked_matrix,
 )
-from stormplus.theory.problems.linear import NonConvexLogistic, RobustRegression, outlier_regression
-from stormplus.theory.problems.phase import PhaseRetrieval, measured_image
+from stormplus.theory.problems.rows import (
+    NonConvexLogistic,
+    PhaseRetrieval,
+    RobustRegression,
+    measured_image,
+    outlier_regression,
+)
 
 __all__ = [
-    "BoundedNonConvex",
-    "Constants",
-    "FiniteSum",
-    "MatrixCompletion",
-    "NonConvexLogistic",
-    "NonNegativeFactorisation",
-    "Objective",
-    "PhaseRetrieval",
-    "RobustRegression",
-    "breast_cancer",
-    "digit_image",
-    "digits_nmf",
-    "digits_parity",
-    "masked_matrix",
-    "measured_image",
-    "outlier_regression",
-    "sample_image",
-]
+    "BoundedNonConvex", "Constants", "FiniteSum", "MatrixCompletion", "NonConvexLogistic",
+    "NonNegativeFactorisation", "Objective", "PhaseRetrieval", "RobustRegression", "breast_cancer",
+    "digit_image", "digits_nmf", "digits_parity", "masked_matrix", "measured_image",
+    "outlier_regression", "sample_image",
+]  # fmt: skip

@@ -1,8 +1,8 @@
 """Base classes of the problems: `Objective`, and `FiniteSum` for data sets.
 
-A problem defines its loss once, in operations that NumPy and torch share, and its gradient once,
-by hand, in NumPy. `Objective.module` is the problem as a torch module, with gradients from
-autograd; the tests compare the two.
+A problem defines its loss once, in operations that NumPy and torch share, and its gradient once, by
+hand, in NumPy. As a torch module (`Objective.module`) it has gradients from autograd; the tests
+compare the two.
 """
 
 from __future__ import annotations
@@ -23,33 +23,20 @@ Array: TypeAlias = NDArray[np.float64]
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of the paper's Sec. 3; None where no finite bound is known.
+    """The constants of the paper's Sec. 3; None where no finite bound is known."""
 
-    Attributes:
-        smoothness: L, of every sample's loss.
-        grad_bound: G, on every sample's gradient.
-        noise: sigma, on the root of E|grad f(x; xi) - grad f(x)|^2.
-        value_range: B, on |f(x) - f(y)|.
-    """
-
-    smoothness: float | None = None
-    grad_bound: float | None = None
-    noise: float | None = None
-    value_range: float | None = None
+    smoothness: float | None = None  # L, of every sample's loss
+    grad_bound: float | None = None  # G, on every sample's gradient
+    noise: float | None = None  # sigma, on the root of E|grad f(x; xi) - grad f(x)|^2
+    value_range: float | None = None  # B, on |f(x) - f(y)|
 
 
 class Objective(ABC):
-    """f(x) = E[f(x; xi)] with an exact gradient, and constants where they are known.
+    """f(x) = E[f(x; xi)] with an exact gradient, and constants where they are known."""
 
-    Attributes:
-        dim: The number of unknowns; x is a vector.
-        constants: L, G, sigma and B.
-        data: The arrays the loss reads, by name.
-    """
-
-    dim: int
+    dim: int  # the number of unknowns; x is a vector
     constants: Constants
-    data: Mapping[str, NDArray[Any]]
+    data: Mapping[str, NDArray[Any]]  # the arrays that the loss reads
 
     @abstractmethod
     def sample(self, rng: np.random.Generator) -> Any:
@@ -68,16 +55,16 @@ class Objective(ABC):
         """Return the exact gradient of f at x."""
 
     @abstractmethod
-    def full_value(self, x: Array) -> float:
+    def full_value(self, x: Array) -> Any:
         """Return f(x), exactly."""
 
     @abstractmethod
     def start(self, rng: np.random.Generator | int = 0) -> Array:
         """Return a point to start from."""
 
-    def value(self, x: Array, xi: Any) -> float:
-        """Return f(x; xi)."""
-        return float(self.loss(x, xi, self.data, np))
+    def value(self, x: Array, xi: Any) -> Any:
+        """Return f(x; xi), a NumPy number."""
+        return self.loss(x, xi, self.data, np)
 
     def module(self, x: Array | None = None) -> ProblemModule:
         """Return a torch module with the parameter `x`; calling it with xi returns f(x; xi)."""
@@ -87,30 +74,23 @@ class Objective(ABC):
 
 
 class FiniteSum(Objective):
-    """f(x) = (1/n) sum_i f_i(x); a sample is a batch of indices drawn with replacement.
+    """f(x) = (1/n) sum_i f_i(x); a sample is a batch of indices.
 
-    With replacement, because the paper's samples are independent and of one distribution.
+    They are drawn with replacement: the paper's samples are independent.
     """
 
-    n_samples: int
-    batch_size: int
+    def __init__(self, n_samples: int, dim: int, batch_size: int, **data: NDArray[Any]) -> None:
+        if batch_size < 1:
+            raise ValueError(f"batch_size must be at least 1, got {batch_size}")
+        self.n_samples, self.dim, self.batch_size = n_samples, dim, batch_size
+        self.data, self.constants = data, Constants()
 
-    def sample(self, rng: np.random.Generator) -> NDArray[np.int64]:
-        return self.sample_batch(rng, self.batch_size)
-
-    def sample_batch(self, rng: np.random.Generator, size: int) -> NDArray[np.int64]:
-        """Draw `size` independent indices."""
-        return rng.integers(self.n_samples, size=size)
+    def sample(self, rng: np.random.Generator, size: int | None = None) -> NDArray[np.int64]:
+        """Draw `size` indices, by default `batch_size`."""
+        return rng.integers(self.n_samples, size=self.batch_size if size is None else size)
 
     def full_grad(self, x: Array) -> Array:
         return self.grad(x, np.arange(self.n_samples))
 
-    def full_value(self, x: Array) -> float:
+    def full_value(self, x: Array) -> Any:
         return self.value(x, np.arange(self.n_samples))
-
-
-def check_batch_size(batch_size: int) -> int:
-    """Return `batch_size` if it is positive."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size must be at least 1, got {batch_size}")
-    return batch_size

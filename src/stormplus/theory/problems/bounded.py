@@ -4,10 +4,9 @@ With u = x - centre, two profiles phi, psi of one variable and signs xi, xi' in 
 
     f(x; xi, xi') = sum_j  height phi(u_j) + s (xi_j phi(u_j) + xi'_j psi(u_j)),
 
-so f(x) = height sum_j phi(u_j) exactly. The xi_j change the curvature of a sample and the
-xi'_j tilt it. With purely additive noise the error's Z_t would be 0 and every estimator
-with a correction would look perfect; here Z_t is not 0, and the noise does not vanish at
-a minimum. Both profiles have phi'^2 + psi'^2 <= 1, so that s = sigma / sqrt(dim) gives
+so f(x) = height sum_j phi(u_j). The xi_j change the curvature of a sample and the xi'_j tilt it:
+with additive noise alone the error's Z_t would be 0 and every correction would look perfect. Both
+profiles have phi'^2 + psi'^2 <= 1, so that s = sigma / sqrt(dim) gives
 E|grad f(x; xi) - grad f(x)|^2 <= sigma^2.
 
 | profile  | phi              | psi            | phi'^2 + psi'^2 |
@@ -68,12 +67,11 @@ class BoundedNonConvex(Objective):
 
     def _constants(self, sigma: float) -> Constants:
         s, h = sigma / math.sqrt(self.dim), self.height
-        # (h + s) phi + s psi is a sinusoid of this amplitude, for the ripple; its
-        # derivatives too, so L and G are exact. For the well they are bounds.
+        # For the ripple, (h + s) phi + s psi is a sinusoid of this amplitude, and so are its
+        # derivatives: L and G are exact. For the well they are bounds.
         amplitude = math.hypot(h + s, s)
-        if self.profile == "ripple":
-            slope, curvature, high = amplitude, amplitude, 2.0
-        else:
+        slope, curvature, high = amplitude, amplitude, 2.0
+        if self.profile == "well":
             slope = min(amplitude, (h + s) * WELL_SLOPE + s)
             curvature = (h + s) * WELL_CURVATURE + s * WELL_TILT_CURVATURE
             high = 1.0
@@ -91,10 +89,6 @@ class BoundedNonConvex(Objective):
             phi, psi = 1 - xp.cos(u), xp.sin(u)
         s = float(self.scale[0]) if self.sigma.ndim == 0 else self.scale
         return (self.height * phi + s * (xi[0] * phi + xi[1] * psi)).sum(-1)
-
-    def value(self, x: Array, xi: Any) -> Any:
-        """Return f(x; xi) of each point."""
-        return self.loss(x, xi, self.data, np)
 
     def slopes(self, x: Array) -> tuple[Array, Array]:
         """Return phi' and psi' in each coordinate."""
@@ -119,9 +113,7 @@ class BoundedNonConvex(Objective):
         return self.height * self.slopes(x)[0]
 
     def full_value(self, x: Array) -> Any:
-        """Return f(x) of each point."""
-        zero = np.zeros(self.dim)
-        return self.loss(x, (zero, zero), self.data, np)
+        return self.value(x, (0.0, 0.0))
 
     def start(self, rng: np.random.Generator | int = 0) -> Array:
         """Return a point at distance 1 from the centre in every coordinate."""

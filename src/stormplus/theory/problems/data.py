@@ -10,7 +10,7 @@ import numpy as np
 from stormplus.install import how_to
 from stormplus.theory.problems.base import Array
 from stormplus.theory.problems.factor import NonNegativeFactorisation
-from stormplus.theory.problems.linear import NonConvexLogistic
+from stormplus.theory.problems.rows import NonConvexLogistic
 
 
 def _datasets() -> Any:
@@ -22,40 +22,36 @@ def _datasets() -> Any:
         ) from error
 
 
-def _standardised(features: Array) -> Array:
-    """Columns of mean 0 and variance 1, constant ones left out, and a column of ones."""
+def _logistic(
+    features: Array, positive: Array, weight: float, batch_size: int
+) -> NonConvexLogistic:
+    """Standardise the columns that vary, and add a column of ones."""
     spread = features.std(0)
     a = (features[:, spread > 0] - features[:, spread > 0].mean(0)) / spread[spread > 0]
-    return np.column_stack([a, np.ones(len(a))])
+    a = np.column_stack([a, np.ones(len(a))])
+    return NonConvexLogistic(a, 2.0 * positive - 1, weight=weight, batch_size=batch_size)
 
 
 def breast_cancer(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogistic:
-    """Non-convex logistic regression on the breast-cancer data (569 rows, 31 columns)."""
+    """Return logistic regression on the breast-cancer data (569 rows, 31 columns)."""
     bunch = _datasets().load_breast_cancer()
-    return NonConvexLogistic(
-        _standardised(bunch.data), 2.0 * bunch.target - 1, weight=weight, batch_size=batch_size
-    )
+    return _logistic(bunch.data, bunch.target, weight, batch_size)
 
 
 def digits_parity(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogistic:
-    """Non-convex logistic regression, odd against even digits (1797 rows, 62 columns)."""
+    """Return logistic regression of odd against even digits (1797 rows, 62 columns)."""
     bunch = _datasets().load_digits()
-    return NonConvexLogistic(
-        _standardised(bunch.data),
-        2.0 * (bunch.target % 2) - 1,
-        weight=weight,
-        batch_size=batch_size,
-    )
+    return _logistic(bunch.data, bunch.target % 2, weight, batch_size)
 
 
 def digit_image(index: int = 0) -> Array:
-    """One 8 by 8 digit, pixels in [0, 1]."""
+    """Return one 8 by 8 digit, pixels in [0, 1]."""
     image: Array = _datasets().load_digits().images[index] / 16
     return image
 
 
 def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
-    """scikit-learn's "china" or "flower" in grey, pixels in [0, 1].
+    """Return scikit-learn's "china" or "flower" in grey, pixels in [0, 1].
 
     A pixel is the mean over a square of `shrink` by `shrink` of the photograph.
     """
@@ -69,5 +65,5 @@ def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
 
 
 def digits_nmf(*, rank: int = 10, images: int = 500) -> NonNegativeFactorisation:
-    """NMF of the first `images` digits, one image per column."""
+    """Return NMF of the first `images` digits, one image per column."""
     return NonNegativeFactorisation(_datasets().load_digits().data[:images].T / 16, rank)

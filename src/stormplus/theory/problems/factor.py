@@ -8,39 +8,40 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from stormplus.theory.problems.base import Array, Constants, FiniteSum, check_batch_size
+from stormplus.theory.problems.base import Array, FiniteSum
 
 
-class NonNegativeFactorisation(FiniteSum):
+class _Factorisation(FiniteSum):
+    """x holds two factors with `rank` columns, one after the other. A quartic: no constants."""
+
+    def __init__(
+        self, shape: tuple[int, int], rank: int, n_samples: int, batch_size: int, **data: Any
+    ) -> None:
+        super().__init__(n_samples, rank * sum(shape), batch_size, **data)
+        self.shape, self.rank, self.cut = shape, rank, shape[0] * rank
+
+    def _split(self, x: Any) -> tuple[Any, Any]:
+        """Return one factor with a row per row of the matrix, one with a row per column."""
+        return x[: self.cut].reshape(-1, self.rank), x[self.cut :].reshape(-1, self.rank)
+
+
+class NonNegativeFactorisation(_Factorisation):
     """V = W H with W, H >= 0; a sample is a batch of columns of V.
 
-    f_j = |V_j - W h_j|^2 / (2 m). The constraint is removed by a smooth change of
-    variables: W = U*U and H = sqrt(n) Z*Z elementwise, with U and Z free. The factor
-    sqrt(n) makes the gradients of U and Z of like size (a column of Z is seen by one
-    sample in n). A zero of U or Z is a stationary point of its own coordinate, so `start`
-    has none. The product is a quartic: no global L, G or B.
-
-    Args:
-        matrix: V, m by n, not negative.
-        rank: Columns of W.
-        batch_size: Columns of V per sample.
+    f_j = |V_j - W h_j|^2 / (2 m), with W = U*U and H = sqrt(n) Z*Z elementwise, U and Z free. The
+    factor sqrt(n) makes the gradients of U and Z of like size (one sample in n sees a column of Z).
+    A zero of U or Z is stationary in its coordinate, so `start` has none.
     """
 
     def __init__(self, matrix: ArrayLike, rank: int, *, batch_size: int = 32) -> None:
         v = np.asarray(matrix, np.float64)
         if v.ndim != 2 or (v < 0).any():
             raise ValueError("matrix must be two-dimensional and have no negative entry")
-        self.rank, self.batch_size = rank, check_batch_size(batch_size)
-        self.rows, self.n_samples = v.shape
-        self.dim = rank * (self.rows + self.n_samples)
-        self.stretch = float(np.sqrt(self.n_samples))
-        self.data = {"columns": np.ascontiguousarray(v.T)}
-        self.constants = Constants()
-
-    def _split(self, x: Any) -> tuple[Any, Any]:
-        """U (m by r), and Z transposed (n by r), one row per sample."""
-        cut = self.rows * self.rank
-        return x[:cut].reshape(self.rows, self.rank), x[cut:].reshape(-1, self.rank)
+        rows, columns = v.shape
+        super().__init__(
+            (rows, columns), rank, columns, batch_size, columns=np.ascontiguousarray(v.T)
+        )
+        self.stretch = float(np.sqrt(columns))
 
     def factors(self, x: Array) -> tuple[Array, Array]:
         """Return W and H, which have no negative entry."""
@@ -51,40 +52,32 @@ class NonNegativeFactorisation(FiniteSum):
         u, z = self._split(x)
         h = self.stretch * z[xi] ** 2
         residual = h @ (u * u).T - data["columns"][xi]
-        return (residual * residual).sum() / (2 * self.rows * len(xi))
+        return (residual * residual).sum() / (2 * self.shape[0] * len(xi))
 
     def grad(self, x: Array, xi: Any) -> Array:
         u, z = self._split(x)
         w, z_xi = u * u, z[xi]
         h = self.stretch * z_xi**2
-        residual = (h @ w.T - self.data["columns"][xi]) / (self.rows * len(xi))
+        residual = (h @ w.T - self.data["columns"][xi]) / (self.shape[0] * len(xi))
         grad_z = np.zeros_like(z)
         # A column drawn twice counts twice.
         np.add.at(grad_z, xi, 2 * self.stretch * z_xi * (residual @ w))
         return np.concatenate([(2 * u * (residual.T @ h)).ravel(), grad_z.ravel()])
 
     def start(self, rng: np.random.Generator | int = 0) -> Array:
-        """Positive, and of the size of the data: W H has the mean of V."""
+        """Return positive factors of the size of the data: W H has the mean of V."""
         level = (self.data["columns"].mean() / self.rank) ** 0.5
         noise = np.random.default_rng(rng).uniform(0.5, 1.5, self.dim)
-        cut = self.rows * self.rank
-        noise[:cut] *= level**0.5
-        noise[cut:] *= (level / self.stretch) ** 0.5
+        noise[: self.cut] *= level**0.5
+        noise[self.cut :] *= (level / self.stretch) ** 0.5
         return noise
 
 
-class MatrixCompletion(FiniteSum):
+class MatrixCompletion(_Factorisation):
     """M = U V^T seen at some entries only; a sample is a batch of seen entries.
 
     f_(i,j) = sqrt(m) (u_i v_j - M_ij)^2 / 2 for M with m rows. The factor keeps the norm of
-    the gradient from fading as the matrix grows. A quartic: no global L, G or B.
-
-    Args:
-        shape: Of M.
-        indices: The seen entries, one row (i, j) each.
-        entries: Their values.
-        rank: Columns of U and V.
-        batch_size: Entries per sample.
+    the gradient from fading as the matrix grows. `indices` has one row (i, j) per seen entry.
     """
 
     def __init__(
@@ -96,21 +89,13 @@ class MatrixCompletion(FiniteSum):
         *,
         batch_size: int = 256,
     ) -> None:
-        self.shape, self.rank = shape, rank
-        self.batch_size = check_batch_size(batch_size)
-        values = np.asarray(entries, np.float64)
-        if indices.shape != (len(values), 2):
+        places, values = np.asarray(indices, np.int64), np.asarray(entries, np.float64)
+        if places.shape != (len(values), 2):
             raise ValueError(
-                f"indices must be one row (i, j) per entry, got {indices.shape} for {values.shape}"
+                f"indices must be one row (i, j) per entry, got {places.shape} for {values.shape}"
             )
-        self.n_samples, self.dim = len(values), rank * sum(shape)
+        super().__init__(shape, rank, len(values), batch_size, indices=places, entries=values)
         self.factor = float(np.sqrt(shape[0]))
-        self.data = {"indices": np.asarray(indices, np.int64), "entries": values}
-        self.constants = Constants()
-
-    def _split(self, x: Any) -> tuple[Any, Any]:
-        cut = self.shape[0] * self.rank
-        return x[:cut].reshape(-1, self.rank), x[cut:].reshape(-1, self.rank)
 
     def matrix(self, x: Array) -> Array:
         """Return U V^T: every entry, seen or not."""
@@ -135,7 +120,7 @@ class MatrixCompletion(FiniteSum):
         return np.concatenate([grad_u.ravel(), grad_v.ravel()])
 
     def start(self, rng: np.random.Generator | int = 0) -> Array:
-        """Return the leading singular vectors of the seen entries, missing ones filled with 0.
+        """Return the leading singular vectors of the seen entries, the others filled with 0.
 
         Entries are divided by the fraction seen, which makes the filled matrix unbiased.
         """
@@ -152,7 +137,7 @@ class MatrixCompletion(FiniteSum):
 def masked_matrix(
     matrix: ArrayLike, rank: int, *, seen: float = 0.5, seed: int = 0, batch_size: int = 256
 ) -> tuple[MatrixCompletion, NDArray[np.bool_]]:
-    """The completion of `matrix` from a random fraction `seen` of it, and the mask."""
+    """Return the completion of `matrix` from a random fraction `seen` of it, and the mask."""
     full = np.asarray(matrix, np.float64)
     mask = np.random.default_rng(seed).random(full.shape) < seen
     rows, columns = full.shape

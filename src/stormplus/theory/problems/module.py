@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from stormplus.install import how_to
+from stormplus.theory.problems.base import Array, Objective
 
 try:
     import torch
 except ImportError as error:  # pragma: no cover
     raise ImportError(f"`problem.module()` needs torch: {how_to('torch')}") from error
-
-if TYPE_CHECKING:
-    from stormplus.theory.problems.base import Objective
 
 
 class ProblemModule(torch.nn.Module):
@@ -27,27 +24,21 @@ class ProblemModule(torch.nn.Module):
         dtype: Of the parameter and of the problem's data.
     """
 
-    def __init__(
-        self, problem: Objective, x: NDArray[np.float64], dtype: torch.dtype = torch.float64
-    ) -> None:
+    def __init__(self, problem: Objective, x: Array, dtype: torch.dtype = torch.float64) -> None:
         super().__init__()
         self.problem = problem
         self.x = torch.nn.Parameter(torch.tensor(x, dtype=dtype))
         for name, array in problem.data.items():
-            self.register_buffer(name, _tensor(array, dtype), persistent=False)
+            self.register_buffer(name, self._tensor(array), persistent=False)
 
     def forward(self, xi: Any) -> torch.Tensor:
-        data = dict(self.named_buffers())
-        loss = self.problem.loss(self.x, _to_torch(xi, self.x), data, torch)
+        xi = tuple(map(self._tensor, xi)) if isinstance(xi, tuple) else self._tensor(xi)
+        loss = self.problem.loss(self.x, xi, dict(self.named_buffers()), torch)
         return torch.as_tensor(loss)
 
-
-def _tensor(array: NDArray[Any], dtype: torch.dtype) -> torch.Tensor:
-    is_float = np.issubdtype(array.dtype, np.floating)
-    return torch.tensor(array, dtype=dtype if is_float else torch.int64)
-
-
-def _to_torch(xi: Any, like: torch.Tensor) -> Any:
-    if isinstance(xi, np.ndarray):
-        return _tensor(xi, like.dtype).to(like.device)
-    return tuple(_to_torch(part, like) for part in xi) if isinstance(xi, tuple) else xi
+    def _tensor(self, array: Any) -> torch.Tensor:
+        if isinstance(array, torch.Tensor):
+            return array
+        is_float = np.issubdtype(np.asarray(array).dtype, np.floating)
+        dtype = self.x.dtype if is_float else torch.int64
+        return torch.tensor(array, dtype=dtype, device=self.x.device)
