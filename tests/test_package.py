@@ -7,23 +7,35 @@ import pytest
 
 import stormplus
 
+FRAMEWORKS = ("torch", "jax", "sklearn", "matplotlib", "benchopt", "rich", "click")
+MODULES = ("stormplus.theory", "stormplus.theory.problems", "stormplus.theory.rivals")
+
 
 def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_importing_stormplus_imports_no_framework():
+def test_importing_imports_no_framework():
     out = run(
-        "import stormplus, sys; stormplus.minimize; "
-        "print([m for m in ('torch', 'jax', 'sklearn', 'matplotlib', 'benchopt', 'rich', 'click') "
-        "if m in sys.modules])"
+        f"import sys, stormplus, {', '.join(MODULES)}; stormplus.minimize; "
+        f"print([name for name in {FRAMEWORKS} if name in sys.modules])"
     )
     assert out.stdout.strip() == "[]", out.stderr
 
 
-def test_missing_torch_says_what_to_install():
-    out = run("import sys; sys.modules['torch'] = None\nimport stormplus\nstormplus.StormPlus")
-    assert "stormplus[torch]" in out.stderr
+@pytest.mark.parametrize(
+    ("missing", "use", "extra"),
+    [
+        ("torch", "import stormplus; stormplus.StormPlus", "torch"),
+        ("torch", "from stormplus.theory.problems import *; BoundedNonConvex().module()", "torch"),
+        ("sklearn", "from stormplus.theory.problems import *; breast_cancer()", "theory"),
+        ("matplotlib", "from stormplus.theory import Observer; Observer().plot()", "theory"),
+    ],
+)
+def test_a_missing_extra_says_what_to_install(missing, use, extra):
+    done = run(f"import sys\nsys.modules[{missing!r}] = None\n{use}")
+    assert done.returncode != 0
+    assert f"pip install 'stormplus[{extra}]'" in done.stderr
 
 
 def test_public_names():

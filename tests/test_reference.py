@@ -93,22 +93,17 @@ def test_with_unit_first_lr_is_the_length_of_the_first_move():
     assert (still.unit, still.x.tolist()) == (1.0, [1, 1])
 
 
-def test_a_rule_object_is_a_method():
-    def run(method, **options):
-        return minimize(wavy, np.ones(2), draw, 30, method=method, rng=0, **options).x
-
-    np.testing.assert_array_equal(run(StormPlusRule()), run("storm+"))
-    np.testing.assert_array_equal(run(StormRule(theta=0.5)), run("storm", theta=0.5))
-
-
-def test_history_is_a_dict_of_arrays_also_in_the_callback():
+def test_a_rule_object_is_a_method_and_history_a_dict_of_arrays():
     seen = []
-    result = minimize(
-        wavy, np.ones(2), draw, 200, rng=0, callback=lambda r: seen.append(r.history["gain"])
-    )
-    assert type(result.history) is dict
+
+    def run(method, **options):
+        return minimize(wavy, np.ones(2), draw, 200, method=method, rng=0, **options)
+
+    result = run(StormPlusRule(), callback=lambda r: seen.append(r.history["gain"]))
+    np.testing.assert_array_equal(result.x, run("storm+").x)
+    np.testing.assert_array_equal(run(StormRule(theta=0.5)).x, run("storm", theta=0.5).x)
     assert {values.shape for values in result.history.values()} == {(200,)}
-    for t, gains in enumerate(seen, start=1):
+    for t, gains in enumerate(seen, start=1):  # also in the callback
         np.testing.assert_array_equal(gains, result.history["gain"][:t])
 
 
@@ -135,19 +130,6 @@ def test_three_steps_by_hand():
     assert result.x[0] == pytest.approx(x3, rel=1e-14)
     np.testing.assert_allclose(result.history["grad_norm"], [x1, x2, x3], rtol=1e-14)
     assert result.history["gain"][:2] == pytest.approx([0.25, a3], rel=1e-14)
-
-
-def test_noiseless_estimator_is_the_gradient():
-    # The paper's induction: with sigma = 0, d_t = grad f(x_t) at every step.
-    seen, x0 = [], np.linspace(-3, 3, 7)
-
-    def grad(x, _):
-        return np.sin(x) + 0.1 * x
-
-    minimize(grad, x0, lambda rng: None, 100, callback=lambda r: seen.append((r.x, r.estimator)))
-    x, d = np.array(seen).swapaxes(0, 1)
-    np.testing.assert_allclose(d, grad(x, None), rtol=0, atol=1e-14)
-    assert len(seen) == 100
 
 
 def test_counts_evaluations_and_draws_one_sample_per_step():
@@ -235,17 +217,17 @@ def test_non_finite_gradient_keeps_the_result_so_far(values, kept):
 
 
 def test_sums_that_overflow_raise():
-    with pytest.raises(FloatingPointError, match="too large for the sums"):
-        minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3)
-    with pytest.raises(FloatingPointError, match="block 0 is too large to be squared"):
-        minimize(lambda x, xi: np.full(1, 1e160), np.zeros(1), None, 3)
+    for large in (1e120, 1e160):
+        with pytest.raises(FloatingPointError, match="too large for the sums: pass unit='first'"):
+            minimize(lambda x, xi: np.full(1, large), np.zeros(1), None, 3)
+    moved = minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3, unit="first")
+    assert 0 < -moved.x[0] < 3
 
 
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"grad": 1}, TypeError, "grad must be a function, got 1"),
-        ({"grad": None}, TypeError, "grad must be a function, got None"),
         ({"sample": 3}, TypeError, "sample must be a function, got 3"),
         ({"callback": "x"}, TypeError, "callback must be a function, got 'x'"),
         ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
@@ -253,22 +235,18 @@ def test_sums_that_overflow_raise():
         ({"steps": True}, TypeError, "steps must be an integer, got True"),
         ({"unit": "second"}, ValueError, "positive finite number or 'first', got 'second'"),
         ({"unit": 0.0}, ValueError, "unit must be a positive finite number or 'first', got 0.0"),
-        ({"unit": np.inf}, ValueError, "unit must be a positive finite number"),
         ({"unit": True}, ValueError, "unit must be a positive finite number"),
         ({"norm": "mean"}, TypeError, "has no option norm"),
         ({"method": StormRule}, TypeError, "a name or a rule object"),
         ({"method": StormRule(), "w": 2.0}, TypeError, "set w on the rule object"),
         ({"method": "sgd"}, ValueError, "method must be one of"),
-        ({"theta": 1.0}, TypeError, "has no option theta"),
-        ({"method": "storm", "w": -1}, ValueError, "w must be a positive finite number, got -1"),
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative, got -1.0"),
-        ({"lr": -1.0, "steps": 1}, ValueError, "lr must be finite and not negative, got -1.0"),
         ({"lr": "fast"}, ValueError, "lr must be a number or one number per block, got 'fast'"),
         ({"lr": [1.0, 2.0, 3.0]}, ValueError, "one number per block"),
         ({"x0": []}, ValueError, "at least one block"),
         ({"x0": np.array([np.nan])}, ValueError, "x0 must be finite"),
         ({"x0": np.array([1j])}, TypeError, "x0 must be real, got complex numbers"),
-        ({"grad": lambda x, xi: x[:1]}, ValueError, r"block 0 is \(2,\), its gradient \(1,\)"),
+        ({"grad": lambda x, xi: x[:1]}, ValueError, r"x0 is \(2,\), its gradient \(1,\)"),
         ({"x0": [np.ones(2)], "grad": lambda x, xi: x[0]}, TypeError, "must return a list"),
         ({"x0": [np.ones(2)], "grad": lambda x, xi: []}, ValueError, "return 1 blocks"),
     ],

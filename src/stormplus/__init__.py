@@ -9,33 +9,21 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from stormplus.reference import minimize as minimize
-    from stormplus.torch import SimplifiedStormPlus as SimplifiedStormPlus
-    from stormplus.torch import Storm as Storm
-    from stormplus.torch import StormPlus as StormPlus
-    from stormplus.torch import UniformIterate as UniformIterate
-    from stormplus.torch import Untuned as Untuned
-    from stormplus.torch import pair_lock as pair_lock
-    from stormplus.torch import recalibrate as recalibrate
-    from stormplus.torch import same_sample as same_sample
-    from stormplus.torch import scaled_step as scaled_step
-    from stormplus.torch import verify_closure as verify_closure
+    from stormplus.reference import minimize
+    from stormplus.torch import (
+        SimplifiedStormPlus,
+        Storm,
+        StormPlus,
+        UniformIterate,
+        Untuned,
+        pair_lock,
+        recalibrate,
+        same_sample,
+        scaled_step,
+        verify_closure,
+    )
 
 __version__ = "0.1.0"
-
-_HOME = {
-    "minimize": "stormplus.reference",
-    "StormPlus": "stormplus.torch",
-    "Untuned": "stormplus.torch",
-    "SimplifiedStormPlus": "stormplus.torch",
-    "Storm": "stormplus.torch",
-    "UniformIterate": "stormplus.torch",
-    "pair_lock": "stormplus.torch",
-    "recalibrate": "stormplus.torch",
-    "same_sample": "stormplus.torch",
-    "scaled_step": "stormplus.torch",
-    "verify_closure": "stormplus.torch",
-}
 
 __all__ = [
     "SimplifiedStormPlus",
@@ -51,11 +39,13 @@ __all__ = [
     "verify_closure",
 ]
 
+_MODULES = dict.fromkeys(__all__, "stormplus.torch") | {"minimize": "stormplus.reference"}
+
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in _MODULES:
         raise AttributeError(f"module 'stormplus' has no attribute {name!r}")
-    value = getattr(import_module(_HOME[name]), name)
+    value = getattr(import_module(_MODULES[name]), name)
     globals()[name] = value
     return value
 

@@ -1,9 +1,8 @@
 """The scalar rules of the STORM family: the gain `a` and the step size `eta`.
 
 A rule is a pure function `(sums, |g_t|^2, |d_t|^2, t) -> (sums, a_{t+1}, eta_t)`. It uses
-arithmetic only, so it runs on Python floats, NumPy arrays, torch tensors and jax arrays
-alike, and imports none of them. Every backend of the library calls these rules; there is no
-second copy of a formula.
+arithmetic only, so it runs on floats and on arrays of NumPy, torch and jax, and imports none of
+them. Every backend calls these rules; there is no second copy of a formula.
 
 | here                | paper                              |
 |---------------------|------------------------------------|
@@ -65,8 +64,7 @@ def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
 class Sum(NamedTuple):
     """A running sum and its rounding error.
 
-    Float64 hardly needs the second number. Float32, on devices that have nothing wider,
-    would stop growing after some 10^7 equal terms without it.
+    Without the second number a float32 sum would stop growing after some 10^7 equal terms.
     """
 
     value: Scalar = 0.0
@@ -77,8 +75,7 @@ class Sum(NamedTuple):
         return self.value + self.lost
 
     def plus(self, term: Scalar) -> Sum:
-        # Beyond the paper: compensated. The error is added back at once; otherwise it would grow
-        # until it lost digits itself.
+        # Beyond the paper: compensated. The error is added back before it loses digits itself.
         value, lost = _two_sum(self.value, term)
         return Sum(*_two_sum(value, self.lost + lost))
 
@@ -90,12 +87,12 @@ class Sums(NamedTuple):
     sum_d_sq_over_a: Sum = Sum()
 
 
-Rule: TypeAlias = Callable[[Sums, Scalar, Scalar, Scalar], tuple[Sums, Scalar, Scalar]]
+Outcome: TypeAlias = tuple[Sums, Scalar, Scalar]  # sums, a_{t+1}, eta_t
+Rule: TypeAlias = Callable[[Sums, Scalar, Scalar, Scalar], Outcome]
 
 
 def _inverse_cube_root(total: Scalar) -> Scalar:
-    # Beyond the paper: 0^(-1/3) is taken as 1. The sum is zero only while every d has been
-    # zero, and then the step eta d is zero whatever eta is.
+    # Beyond the paper: 0^(-1/3) is taken as 1. While every d is zero, so is the step eta d.
     return (total + (total == 0)) ** (-1 / 3)
 
 
@@ -103,9 +100,7 @@ def _inverse_cube_root(total: Scalar) -> Scalar:
 class StormPlusRule:
     """STORM+, Algorithm 1."""
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq = sums.sum_g_sq.plus(g_sq)
         a = (1 + sum_g_sq.total) ** (-2 / 3)  # Alg. 1, line 3, left
         sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
@@ -117,9 +112,7 @@ class StormPlusRule:
 class SimplifiedStormPlusRule:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3), the step size of STORM+."""
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq = sums.sum_g_sq.plus(g_sq)  # enters no formula; reported
         a = t ** (-2 / 3)  # Sec. 4.2
         sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
@@ -130,6 +123,9 @@ class SimplifiedStormPlusRule:
 @dataclass(frozen=True)
 class StormRule:
     """STORM (Cutkosky & Orabona 2019), in the form of the paper's Eq. (stormChoices).
+
+    `lr` enters no rule, while theta enters the gain as theta^2. With the default constants the gain
+    is (0.1 + sum |g_i|^2)^(-2/3): that of STORM+ with 0.1 in place of 1.
 
     Args:
         theta: Numerator of the step size (k in Cutkosky & Orabona).
@@ -151,12 +147,8 @@ class StormRule:
         if not 0 < largest < math.inf:
             raise ValueError(f"c L^2 eta^2 must be positive and finite, got {largest} from {self}")
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
-        return storm_rule(
-            sums, g_sq, d_sq, t, theta=self.theta, w=self.w, c=self.c, smoothness=self.smoothness
-        )
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
+        return storm_rule(sums, g_sq, d_sq, t, **vars(self))
 
 
 def storm_rule(
@@ -169,7 +161,7 @@ def storm_rule(
     w: Scalar,
     c: Scalar,
     smoothness: Scalar,
-) -> tuple[Sums, Scalar, Scalar]:
+) -> Outcome:
     """Apply `StormRule`, with constants that may be arrays."""
     del t
     sum_g_sq = sums.sum_g_sq.plus(g_sq)
@@ -197,8 +189,7 @@ class MetaStormSGRule:
     """META-STORM-SG (Liu et al. 2022, arXiv 2209.14853): a_0 and b_0 are its units.
 
     a_{t+1} = (1 + sum |g_i|^2 / a_0^2)^(-2/3) and eta_t = 1 / b_t, see `_meta_storm_step_size`.
-    Assumes bounded gradients, but no bound on the values of f. `sum_d_sq_over_a` holds
-    sum |d_i|^2.
+    Assumes bounded gradients, not values. `sum_d_sq_over_a` holds sum |d_i|^2.
 
     Args:
         a_0: The unit of the gradient in the gain.
@@ -213,9 +204,7 @@ class MetaStormSGRule:
     def __post_init__(self) -> None:
         _check_meta_storm(self)
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq, sum_d_sq = sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq)
         a = (1 + sum_g_sq.total / self.a_0**2) ** (-2 / 3)
         eta = _meta_storm_step_size(a, sum_d_sq.total, self.b_0, self.p)
@@ -224,15 +213,10 @@ class MetaStormSGRule:
 
 @dataclass(frozen=True)
 class MetaStormNARule:
-    """META-STORM-NA (Liu et al. 2022): a_{t+1} = (1 + t / a_0)^(-2/3), eta_t as META-STORM-SG.
+    """META-STORM-NA (Liu et al. 2022): a_{t+1} = (1 + t / a_0)^(-2/3), the rest as META-STORM-SG.
 
-    Assumes neither bounded gradients nor bounded values, and does not adapt to the noise.
-    `sum_d_sq_over_a` holds sum |d_i|^2.
-
-    Args:
-        a_0: The number of steps after which the gain falls.
-        b_0: Lower bound of b_t.
-        p: Power of sum |d_i|^2, in [1/4, 1/2].
+    The gain falls after a_0 steps. Assumes neither bounded gradients nor bounded values, and does
+    not adapt to the noise.
     """
 
     a_0: float = 1.0
@@ -242,9 +226,7 @@ class MetaStormNARule:
     def __post_init__(self) -> None:
         _check_meta_storm(self)
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_d_sq = sums.sum_d_sq_over_a.plus(d_sq)
         a = (1 + t / self.a_0) ** (-2 / 3)
         eta = _meta_storm_step_size(a, sum_d_sq.total, self.b_0, self.p)
@@ -255,14 +237,11 @@ class MetaStormNARule:
 class NormalizedStormRule:
     """STORM with normalised moves: a_{t+1} = t^(-2/3), eta_t = t^(-2/3) / |d_t|.
 
-    A move has the length lr t^(-2/3) whatever the gradient is, so the unit of the loss cancels.
-    Assumes bounded variance and smooth samples; no bound on gradients or values. The moves are
-    those of Cutkosky & Mehta 2020 (arXiv 2002.03305), with the estimator of STORM.
+    A move has the length lr t^(-2/3) whatever the gradient is. Assumes bounded variance and smooth
+    samples. The moves are those of Cutkosky & Mehta 2020 (arXiv 2002.03305).
     """
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         a = t ** (-2 / 3)
         eta = a * (d_sq + (d_sq == 0)) ** (-1 / 2)  # if d = 0 the move is zero for every eta
         # The sums enter no formula; reported.
@@ -291,9 +270,7 @@ class AdaStormRule:
         if self.alpha >= 1 / 3 or self.horizon < 1:
             raise ValueError(f"alpha must be below 1/3 and horizon at least 1, got {self}")
 
-    def __call__(
-        self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar
-    ) -> tuple[Sums, Scalar, Scalar]:
+    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_d_sq = sums.sum_d_sq_over_a.plus(d_sq)
         # min(1, (s / T^(1/3))^(-alpha)) = max(1, s / T^(1/3))^(-alpha), for any array library
         ratio = sum_d_sq.total / self.horizon ** (1 / 3)
@@ -316,10 +293,8 @@ _RULES: dict[str, type] = {
 def make_rule(method: str | Rule, **options: float) -> Rule:
     """Return the rule called `method`, or `method` itself if it is a rule.
 
-    Args:
-        method: "storm+", "simplified-storm+", "storm", "meta-storm-sg", "meta-storm-na",
-            "normalized-storm" or "ada-storm"; or a rule object.
-        **options: The rule's constants, if `method` is a name.
+    The names are "storm+", "simplified-storm+", "storm", "meta-storm-sg", "meta-storm-na",
+    "normalized-storm" and "ada-storm"; `options` are the constants of the rule so named.
     """
     if not isinstance(method, str):
         if not callable(method) or isinstance(method, type):
@@ -342,15 +317,9 @@ def make_rule(method: str | Rule, **options: float) -> Rule:
 def describe(rule: Any) -> dict[str, Any]:
     """Return what a checkpoint stores about a rule: the name of its class, and its fields."""
     if not is_dataclass(rule) or isinstance(rule, type):
-        raise TypeError(
-            "a rule must be an instance of a frozen dataclass, so that a checkpoint can identify "
-            f"it, got {rule!r}"
-        )
+        raise TypeError(f"a rule must be an instance of a frozen dataclass, got {rule!r}")
     constants = {f.name: getattr(rule, f.name) for f in fields(rule)}
     for name, value in constants.items():
-        if not isinstance(value, (int, float, str)) or (value != value):  # noqa: PLR0124 - NaN
-            raise TypeError(
-                "a rule's fields must be numbers or words, so that checkpoints can be compared, "
-                f"got {name}={value!r}"
-            )
+        if not isinstance(value, (int, float, str)) or value != value:  # noqa: PLR0124 - NaN
+            raise TypeError(f"a rule's fields must be numbers or words, got {name}={value!r}")
     return {"rule": type(rule).__name__} | {f"rule.{k}": v for k, v in constants.items()}

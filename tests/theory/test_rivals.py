@@ -65,16 +65,25 @@ def test_the_constants_of_svrg_are_admissible(n):
         assert min(gammas) * n ** (2 / 3) == pytest.approx(0.224, abs=5e-4)
 
 
-@every_method
-def test_with_one_data_point_every_rival_is_gradient_descent(method):
-    """n = 1: no noise, so each estimator is the gradient."""
+@pytest.mark.parametrize(
+    ("method", "theory"),
+    # Times 1 / L: SVRG's mu, SCSG's gamma, SPIDER's 1 / (2 n_0); hybrid SARAH has a horizon of
+    # 200 / 3 = 66 steps and mega-batches of 1, so beta = 1 - 67^(-1/2) = 0.878, alpha^2 = 3.36, and
+    # 2 / (1 + sqrt(1 + 4 alpha^2)) = 0.422.
+    [("svrg", 1 / 4), ("scsg", 1 / 3), ("spider", 1 / 2), ("hybrid-sarah", 0.422)],
+)
+def test_with_one_data_point_every_rival_is_gradient_descent(method, theory):
+    """n = 1: no noise, so each estimator is the gradient; the step size is that of theory."""
     problem = RobustRegression([[1.0, -2.0]], [3.0])
-    x, path = np.array([0.5, 0.5]), []
-    options = {"step_size": 0.05, "rng": 0, "callback": lambda r: path.append(r.x)}
-    minimize_finite_sum(problem, x, 200, method=method, **options)
-    for found in path[:20]:
-        x = x - 0.05 * problem.full_grad(x)
-        np.testing.assert_allclose(found, x, rtol=1e-12)
+    start, smoothness = np.array([0.5, 0.5]), problem.constants.smoothness
+    accuracy = {"accuracy": 1e9} if method == "spider" else {}
+    for given, expected in ((0.05, 0.05), (None, theory / smoothness)):
+        path, x = [], start
+        options = {"step_size": given, "rng": 0, "callback": lambda r: path.append(r.x)} | accuracy
+        minimize_finite_sum(problem, start, 200, method=method, **options)
+        for found in path[:20]:
+            x = x - expected * problem.full_grad(x)
+            np.testing.assert_allclose(found, x, rtol=1e-12 if given else 1e-2)
 
 
 def test_svrg_estimator_is_unbiased_and_its_variance_reduced(problem):
