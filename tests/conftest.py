@@ -15,13 +15,6 @@ THEIRS = (
 )
 
 
-def pins():
-    """What the repository's environment installs, by name."""
-    found = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
-    found["torch"] = re.search(r"^TORCH \?= (\S+)", (ROOT / "Makefile").read_text(), re.M)[1]
-    return found
-
-
 def differs(name, pinned):
     try:
         return version(name).split("+")[0] != pinned  # 2.13.0+cpu is 2.13.0
@@ -30,10 +23,12 @@ def differs(name, pinned):
 
 
 def filters():
-    """None on the pinned versions. The later one wins."""
+    """Yield the filters to add, none on the pinned versions. The later one wins."""
+    pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M))
+    pins["torch"] = re.search(r"^TORCH \?= (\S+)", (ROOT / "Makefile").read_text(), re.M)[1]
     # An older or newer library deprecates things, in its own code or where a test calls it. What
     # the package itself calls or says stays an error.
-    if any(differs(name, pinned) for name, pinned in pins().items()):
+    if any(differs(name, pinned) for name, pinned in pins.items()):
         for warning in THEIRS:
             yield f"ignore:{warning}"
             yield f"error:{warning}:stormplus"

@@ -17,20 +17,12 @@ from stormplus_bench.simulated_device import SimulatedDevice
 SMALL = [(16, 8), (16,), (4, 16), (4,)]
 
 
-def installed(capsys):
-    assert doctor.main([]) == 0
-    return dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-
-
-def test_an_installed_package_has_its_version(capsys):
-    found = installed(capsys)
-    assert (found["numpy"], found["torch"]) == (np.__version__, torch.__version__)
-
-
-def test_a_missing_package_says_how_to_install_it(monkeypatch, capsys):
+def test_what_is_installed_and_how_to_install_the_rest(monkeypatch, capsys):
     monkeypatch.setitem(doctor._EXTRAS, "no-such-package", "pip install it")
     monkeypatch.setattr(native, "LIBRARY", None)
-    found = installed(capsys)
+    assert doctor.main([]) == 0
+    found = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert (found["numpy"], found["torch"]) == (np.__version__, torch.__version__)
     assert found["no-such-package"] == "not installed: pip install it"
     assert "C compiler" in found["native"]
 
@@ -41,9 +33,6 @@ def test_the_module_needs_numpy_alone():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert re.search("native passes +need torch", done.stdout)
-
-
-# -- a device --------------------------------------------------------------------------------------
 
 
 class SimulatedMeter(device_check.Meter):
@@ -99,21 +88,18 @@ def test_the_optimizers_pass_on_a_simulated_device(checked, options):
     assert "Adam(fused=True)" in out
 
 
-def test_another_trajectory_on_the_device_fails(checked):
+def test_another_trajectory_or_a_wait_on_the_device_fails(checked):
     def other(params):
         params = list(params)
         return Untuned(params, maximize=params[0].device.type != "cpu")
 
-    passed, out = checked(parities=[Parity("another", other)])
-    assert not passed
-    assert re.search(r"^another .*  FAIL  ", out, re.MULTILINE)
-
-
-def test_a_step_that_waits_for_the_device_fails(checked):
     class Waiting(SimulatedMeter):
         def count(self, step):
             return super().count(step)._replace(syncs=1)
 
+    passed, out = checked(parities=[Parity("another", other)])
+    assert not passed
+    assert re.search(r"^another .*  FAIL  ", out, re.MULTILINE)
     passed, out = checked(meter=Waiting)
     assert not passed
     assert "waits for the device" in out
@@ -137,24 +123,17 @@ def test_the_cpu_is_a_device_too(capsys, monkeypatch):
 
 
 def test_the_events_of_a_profile_are_kernels_and_copies():
-    def event(name, device="CUDA", **more):
-        return SimpleNamespace(name=name, device_type=SimpleNamespace(name=device), **more)
-
-    events = [
-        event("cudaLaunchKernel", "CPU"),
-        event("void multi_tensor_apply_kernel<...::{lambda()#1}>"),
-        event("Memset (Device)"),
-        event("Memcpy DtoD (Device -> Device)"),
-        event("Memcpy HtoD (Pinned -> Device)"),
-        event("CopyDeviceToHost"),  # ROCm
-        event("Optimizer.step#Untuned.step"),  # an annotation
-        event("my own range", is_user_annotation=True),
-    ]
-    found = device_check.count_events(events)
+    names = (
+        "void multi_tensor_apply_kernel<...::{lambda()#1}>",
+        "Memset (Device)",
+        "Memcpy DtoD (Device -> Device)",
+        "Memcpy HtoD (Pinned -> Device)",
+        "CopyDeviceToHost",  # ROCm
+        "Optimizer.step#Untuned.step",  # an annotation
+    )
+    on_device, on_host = SimpleNamespace(name="CUDA"), SimpleNamespace(name="CPU")
+    events = [SimpleNamespace(name=name, device_type=on_device) for name in names]
+    events.append(SimpleNamespace(name="cudaLaunchKernel", device_type=on_host))
+    mine = SimpleNamespace(name="my range", device_type=on_device, is_user_annotation=True)
+    found = device_check.count_events([*events, mine])
     assert found == {"launches": 3, "to_device": 1, "to_host": 1}
-
-
-def test_the_tensors_are_those_of_resnet34():
-    shapes = device_check.resnet34_shapes()
-    assert len(shapes) == 110
-    assert sum(torch.Size(shape).numel() for shape in shapes) == 21_797_672  # torchvision's

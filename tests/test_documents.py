@@ -1,6 +1,5 @@
 """The Python blocks of README and docs run, their links hold, and the lists are complete."""
 
-import ast
 import re
 import subprocess
 import sys
@@ -19,54 +18,34 @@ OPTIONAL = {
     "jax", "optax", "lightning", "transformers", "accelerate", "skorch", "fastai", "keras",
     "pytorch_optimizer", "mlflow", "wandb", "timm", "composer", "flax", "equinox", "orbax",
 }  # fmt: skip
-IN_A_PROCESS = (
-    "integrations"  # a folder: Keras chooses its backend at import, trainers leave threads
-)
 
 
 def name_of(page):
     return str(page.relative_to(ROOT))
 
 
-def blocks_of(page, language="python"):
-    pattern = rf"^```{language}\n(.*?)^```"
-    return re.findall(pattern, page.read_text(), re.MULTILINE | re.DOTALL)
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
-def parses(text):
-    try:
-        ast.parse(text)
-    except SyntaxError:
-        return False
-    return True
-
-
-@pytest.mark.parametrize(
-    "page",
-    [
-        pytest.param(page, marks=[pytest.mark.long] if page.parent.name == IN_A_PROCESS else [])
-        for page in PAGES
-        if blocks_of(page)
-    ],
-    ids=name_of,
-)
-def test_code_blocks_run(page, tmp_path, monkeypatch):
-    blocks = blocks_of(page)
+def skip_if_missing(blocks):
     imported = set(re.findall(r"^\s*(?:import|from) (\w+)", "\n".join(blocks), re.MULTILINE))
     if any("stormplus.jax" in block for block in blocks):
         imported |= {"jax", "optax"}
     missing = [module for module in sorted(imported & OPTIONAL) if find_spec(module) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
-    if page.parent.name == IN_A_PROCESS:
-        script = tmp_path / "page.py"
-        script.write_text("\n".join(blocks))
-        done = subprocess.run(
-            [sys.executable, str(script)],
-            cwd=tmp_path, check=False, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        return
+
+
+def pages_with_code(integrations):
+    pages = [p for p in PAGES if blocks_of(p) and (p.parent.name == "integrations") == integrations]
+    return pytest.mark.parametrize("page", pages, ids=name_of)
+
+
+@pages_with_code(integrations=False)
+def test_code_blocks_run(page, tmp_path, monkeypatch):
+    blocks = blocks_of(page)
+    skip_if_missing(blocks)
     monkeypatch.chdir(tmp_path)
     namespace = {"__name__": "__main__"}
     for block in blocks:
@@ -75,16 +54,16 @@ def test_code_blocks_run(page, tmp_path, monkeypatch):
         exec(compile(block, page.name, "exec"), namespace)
 
 
-def test_python_that_cannot_run_on_its_page_is_in_an_example_or_a_test():
-    sources = [*(ROOT / "examples").glob("*.py"), *(ROOT / "tests").rglob("*.py")]
-    known = "".join("".join(path.read_text().split()) for path in sources)  # however it is wrapped
-    for page in PAGES:
-        if page.parent.name == IN_A_PROCESS:  # tests/integrations runs these
-            continue
-        for block in blocks_of(page, "text"):
-            if parses(block) or parses(f"if True:\n{block}"):
-                for line in block.splitlines():
-                    assert "".join(line.split()) in known, f"{page.name}: {line}"
+@pytest.mark.long
+@pages_with_code(integrations=True)
+def test_code_blocks_of_integrations_run(page, tmp_path):
+    """In a process: Keras chooses its backend at import, trainers leave threads."""
+    blocks = blocks_of(page)
+    skip_if_missing(blocks)
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    command = [sys.executable, "page.py"]
+    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", [*PAGES, *OTHERS], ids=name_of)
@@ -109,14 +88,11 @@ def test_every_make_target_named_exists():
         assert named <= targets, f"{page.name} names {named - targets}"
 
 
-def test_every_example_is_listed():
+def test_every_example_and_every_page_is_listed():
     listed = set(re.findall(r"\.\./examples/([\w.]+)\)", (DOCS / "examples.md").read_text()))
-    there = {path.name for path in (ROOT / "examples").iterdir()}
-    assert listed == {name for name in there if name.endswith((".py", ".ipynb"))}
-
-
-def test_every_page_is_in_the_navigation():
-    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
-    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == {
-        str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")
+    assert listed == {
+        p.name for p in (ROOT / "examples").iterdir() if p.suffix in (".py", ".ipynb")
     }
+    navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages

@@ -127,15 +127,15 @@ def test_the_wheels_work_when_unpacked(wheels, tmp_path):
 def test_a_build_without_native_kernels_succeeds_unless_they_are_required(clone, tmp_path, way):
     folder = tmp_path / "bin"
     folder.mkdir()
-    environment = {"PATH": str(folder)}
     if way in ("broken compiler", "required"):
         (folder / "cc").write_text("#!/bin/sh\necho 'no headers' >&2\nexit 1\n")
         (folder / "cc").chmod(0o755)
-    if way == "switched off":
-        environment = {"PATH": os.environ["PATH"], "STORMPLUS_NATIVE": "0"}
+    environment = {
+        "switched off": {"PATH": os.environ["PATH"], "STORMPLUS_NATIVE": "0"},
+        "required": {"PATH": str(folder), "STORMPLUS_NATIVE": "1"},
+    }.get(way, {"PATH": str(folder)})
     if way == "required":
         pytest.importorskip("hatchling")
-        environment["STORMPLUS_NATIVE"] = "1"
         done = run("-m", "hatchling", "build", "-t", "wheel", cwd=clone, env=environment)
         assert done.returncode != 0
         assert "no headers" in done.stderr + done.stdout
