@@ -1,6 +1,7 @@
 """The distributions: their files, metadata, and builds with and without a compiler."""
 
 import email
+import json
 import os
 import re
 import runpy
@@ -9,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from importlib.metadata import PackageNotFoundError, requires, version
 from pathlib import Path
 
 import pytest
@@ -170,3 +172,23 @@ def test_the_source_distribution_has_no_litter(clone, tmp_path):
     tops = {name.split("/")[1] for name in names if "/" in name}
     assert {"src", "tests", "docs", "examples", "research", "pyproject.toml"} <= tops
     assert not tops & {"out", "site", "dist", ".venv"}
+
+
+def is_at_the_floors():
+    """Return whether numpy, torch and jax are the oldest that the package allows."""
+    try:
+        needs = "\n".join(requires("stormplus"))
+        floors = re.findall(r"^([\w-]+)>=([\d.]+)(?:; extra == '(?:torch|jax)')?$", needs, re.M)
+        return all(version(name).split("+")[0] in (floor, f"{floor}.0") for name, floor in floors)
+    except PackageNotFoundError:
+        return False
+
+
+@pytest.mark.skipif(not is_at_the_floors(), reason="not an environment of `make test-versions`")
+def test_installing_the_wheel_would_replace_nothing(wheels):
+    options = ("--dry-run", "--quiet", "--no-index", "--report", "-")
+    wheel = f"{wheels['stormplus']}[torch,jax,theory]"
+    done = run("-m", "pip", "install", *options, wheel)
+    assert done.returncode == 0, done.stderr
+    installed = json.loads(done.stdout)["install"]
+    assert {part["metadata"]["name"] for part in installed} <= {"stormplus"}
