@@ -32,7 +32,13 @@ RULES: dict[str, type[PairedOptimizer]] = {
 }
 UNITS: tuple[float | str, ...] = (1.0, "first")
 RATES = (0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
-ADAM_RATES = (0.001, 0.003, 0.01, 0.03, 0.1)
+METHODS: dict[str, tuple[Callable[..., torch.optim.Optimizer], tuple[float, ...]]] = {
+    "Adam": (torch.optim.Adam, (0.001, 0.003, 0.01, 0.03, 0.1))
+} | {
+    f"{name}, unit {unit}": (partial(rule, unit=unit), RATES)
+    for unit in UNITS
+    for name, rule in RULES.items()
+}
 
 
 def perceptron() -> nn.Module:
@@ -92,19 +98,11 @@ def measure(wanted: list[str]) -> dict[str, Any]:
     labels = torch.tensor(targets)
     numbers = load("choosing.json")
     numbers |= {"evaluations": EVALUATIONS, "batch": BATCH, "seeds": list(SEEDS)}
-    plan: list[tuple[str, Callable[..., torch.optim.Optimizer], tuple[float, ...]]] = [
-        ("Adam", torch.optim.Adam, ADAM_RATES)
-    ]
-    for unit in UNITS:
-        plan += [
-            (f"{name}, unit {unit}", partial(rule, unit=unit), RATES)
-            for name, rule in RULES.items()
-        ]
     for title, build in MODELS.items():
         if wanted and build.__name__ not in wanted:
             continue
         table: dict[str, dict[str, float]] = {}
-        for name, method, rates in plan:
+        for name, (method, rates) in METHODS.items():
             table[name] = {}
             for lr in rates:
                 ends = [run(build, partial(method, lr=lr), images, labels, s) for s in SEEDS]

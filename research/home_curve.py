@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
 import numpy as np
+from common import DOCS, WIDTH
 from matplotlib.figure import Figure
 
-ROOT = Path(__file__).parents[1]
 WORKLOAD = "gpt-shakespeare"
 LINES = (  # method, learning rate, label, colour
     ("Adam", 0.001, "Adam, lr 0.001 (default)", "#9ecbf0"),
@@ -30,13 +29,13 @@ LINES = (  # method, learning rate, label, colour
 def rows() -> list[dict[str, Any]]:
     found = []
     for name in ("networks", "untuned"):
-        with gzip.open(ROOT / "docs" / "results" / f"{name}.jsonl.gz", "rt") as file:
+        with gzip.open(DOCS / "results" / f"{name}.jsonl.gz", "rt") as file:
             found += [json.loads(line) for line in file]
     return [row for row in found if row.get("workload") == WORKLOAD]
 
 
 def main() -> None:
-    figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+    figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
     for method, lr, label, colour in LINES:
         curves = [r["curve"] for r in rows() if (r["method"], r["lr"]) == (method, lr)]
@@ -49,7 +48,7 @@ def main() -> None:
     axes.set(xlabel="step", ylabel="training loss", ylim=(1.9, 4.3), xlim=(0, 1000))
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
-    figure.savefig(ROOT / "docs" / "figures" / "home.png", dpi=160)
+    figure.savefig(DOCS / "figures" / "home.png", dpi=160)
 
 
 if __name__ == "__main__":

@@ -18,17 +18,9 @@ from stormplus.theory.problems import breast_cancer
 def main() -> None:
     problem = breast_cancer(batch_size=4)
     observer = Observer(problem.full_grad, window=300, every=20)
-    minimize(
-        observer.watch(problem.grad),
-        problem.start(),
-        problem.sample,
-        20_000,
-        lr=0.3,
-        rng=0,
-        callback=observer,
-    )
-    figure = observer.plot()
-    figure.savefig(DOCS / "figures" / "variance_reduction.png", dpi=130)
+    options = {"lr": 0.3, "rng": 0, "callback": observer}
+    minimize(observer.watch(problem.grad), problem.start(), problem.sample, 20_000, **options)
+    observer.plot().savefig(DOCS / "figures" / "variance_reduction.png", dpi=130)
     error, noise = (
         np.mean([row[name] for row in observer.rows if row["step"] > 15_000])
         for name in ("true_error_sq", "true_noise_sq")

@@ -167,22 +167,6 @@ def test_learning_rate_forms():
     np.testing.assert_array_equal(run(lambda t: [1.0, 0.0])[0], per_block[0])
 
 
-@settings(deadline=None, max_examples=50)
-@given(
-    st.sampled_from(FAMILY),
-    st.lists(st.sampled_from([-1e20, -1.0, -1e-20, 0.0, 1e-20, 1.0, 1e20]), min_size=1, max_size=8),
-)
-def test_any_gradients_keep_the_invariants(method, values):
-    stream, options = iter(values), {"method": method}
-    result = minimize(
-        lambda x, xi: np.array(xi), 0.0, lambda _: next(stream), len(values), **options
-    )
-    gains = result.history["gain"]
-    assert (np.diff(gains) <= 1e-15 * gains[:-1]).all()
-    assert ((gains > 0) & (gains <= 1)).all()
-    assert np.isfinite(result.x)
-
-
 def test_interrupts_lose_nothing():
     def stopped_by(error, **changes):
         def callback(result):

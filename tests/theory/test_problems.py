@@ -54,13 +54,15 @@ def test_gradient_by_finite_differences_and_by_autograd(problem, seed):
     ahead, behind = (problem.value(x + step * direction, xi) for step in (1e-5, -1e-5))
     slope = (ahead - behind) / 2e-5
     assert problem.grad(x, xi) @ direction == pytest.approx(slope, rel=1e-5, abs=1e-8)
-    pytest.importorskip("torch")
+    torch = pytest.importorskip("torch")
     module = problem.module(x)
     loss = module(xi)
     loss.backward()
     assert float(loss.detach()) == pytest.approx(problem.value(x, xi), rel=1e-12)
     np.testing.assert_allclose(module.x.grad, problem.grad(x, xi), rtol=1e-10, atol=1e-13)
     np.testing.assert_array_equal(problem.module().x.detach(), problem.start())
+    if isinstance(problem, problems.FiniteSum):  # indices may be tensors
+        assert torch.equal(module(torch.as_tensor(xi)), loss)
 
 
 @every_problem
