@@ -72,7 +72,7 @@ def _native() -> str:
         return "there: optimizers on the CPU use them by default"
     return (
         "missing, everything works without them, slower: with a C compiler (cc, gcc or clang), "
-        "pip install --force-reinstall --no-deps stormplus (from a clone: pip install -e .)"
+        "pip install --force-reinstall --no-deps . in a clone"
     )
 
 
