@@ -1,5 +1,6 @@
 """`stormplus compare` end to end: rows, resuming, interruption, bad input, the final table."""
 
+import contextlib
 import json
 import os
 import signal
@@ -91,7 +92,8 @@ def test_an_interruption_keeps_finished_runs(tmp_path, sign):
     output = child.communicate(timeout=60)[0]
     if sign == signal.SIGKILL:  # benchopt survives it
         for process in below:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     else:
         assert child.returncode == 130
         assert "repeat the command to continue" in output

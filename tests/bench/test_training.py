@@ -64,7 +64,10 @@ def same(model, other):
     return all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
 
 
-@pytest.mark.parametrize("make", [lambda: digits("cnn"), normed], ids=["cnn", "batchnorm"])
+both_models = pytest.mark.parametrize("make", [partial(digits, "cnn"), normed])
+
+
+@both_models
 def test_a_one_gradient_method_is_the_usual_loop(make):
     workload = make()
     run = start(workload, OneGradient, torch.optim.Adam)
@@ -80,7 +83,7 @@ def test_a_one_gradient_method_is_the_usual_loop(make):
     assert (run.evaluations, run.samples) == (STEPS, STEPS)
 
 
-@pytest.mark.parametrize("make", [lambda: digits("cnn"), normed], ids=["cnn", "batchnorm"])
+@both_models
 def test_storm_plus_is_the_loop_of_the_readme_and_costs_two(make):
     workload = make()
     run = start(workload, TwoGradients, StormPlus)

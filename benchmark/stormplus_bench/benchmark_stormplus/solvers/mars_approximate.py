@@ -7,6 +7,7 @@ class Solver(TorchSolver):
 
     name, label = "mars-approximate", "MARS approximate"
     default_lr = 3e-3
+    test_config = {"dataset": {"name": "digits"}}
 
     def reason_to_skip(self, workload):
         has_matrix = any(p.ndim == 2 for p in workload.model(0).parameters())

@@ -20,6 +20,7 @@ class Solver(TorchSolver):
 
     name, label = "muon", "Muon"
     default_lr = 1e-3
+    test_config = {"dataset": {"name": "digits"}}
 
     def reason_to_skip(self, workload):
         return None if hidden_matrices(workload.model(0)) else "the model has no hidden matrix"
