@@ -15,13 +15,12 @@ def device_counts(
     shapes: Sequence[torch.Size],
     *,
     dtype: torch.dtype = torch.float32,
-    device: str = "cuda",
 ) -> Counts:
     """Return the counts of the third step; for a paired optimizer, of both halves.
 
     Triton kernels are not simulated: the counts are those of the portable backend.
     """
-    with SimulatedDevice(device) as simulated:
+    with SimulatedDevice() as simulated:
         zeros = [torch.zeros(shape, dtype=dtype, device="cpu") for shape in shapes]
         params = [nn.Parameter(simulated.put(t)) for t in zeros]
         for p, t in zip(params, zeros):

@@ -126,15 +126,6 @@ def test_runs_without_a_row_are_an_error_with_benchopts_message(
         execute(make_plan(SUITE), tmp_path / "rows.jsonl")
 
 
-def test_a_broken_journal_is_named_and_left_alone(tmp_path):
-    journal, text = tmp_path / "rows.jsonl", '{"format": "stormplus-rows", "version": 99}\n'
-    journal.write_text(text)
-    done = call(suite(tmp_path), "--output", tmp_path)
-    assert done.exit_code == 1
-    assert "rows.jsonl" in done.output
-    assert journal.read_text() == text
-
-
 def test_a_dry_run_runs_nothing_and_a_method_can_be_chosen(tmp_path):
     path, out = suite(tmp_path), ("--output", tmp_path / "o", "--dry-run")
     assert "for 8 runs" in call(path, *out).stderr

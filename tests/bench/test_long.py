@@ -11,7 +11,7 @@ from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.methods import METHODS, TIERS
 from stormplus_bench.plan import FOLDER, read_suite
-from stormplus_bench.train import catalogue, long
+from stormplus_bench.train import catalogue, long, networks
 from stormplus_bench.train.training import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -51,6 +51,35 @@ def test_the_held_out_workloads_have_the_methods_of_the_others_and_are_not_among
     assert not names[0] & names[1]
     assert names[0] | names[1] == set(long.LONG)
     assert {s.method for s in methods([*suites[0]["solver"], *NEW])} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_method_learns_digits(name):
+    workload = catalogue.digits("mlp")
+    workload.budget = 200
+    (solver,) = methods([name])
+    assert solver.reason_to_skip(workload) is None
+    run = Training(workload, partial(solver.stepper, lr=solver.rate), 0).finish()
+    assert run.curve["train_loss"][-1] < 0.7 * run.curve["train_loss"][0]
+    assert run.stepper.state_mb > 0
+
+
+@pytest.mark.parametrize("name", ["mars-approximate", "muon"])
+def test_a_method_for_matrices_skips_a_model_without_one(name):
+    (solver,) = methods([name])
+    assert "no" in solver.reason_to_skip(catalogue.nmf())
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_convolution_of_tiny_images_equals_torchs(size, stride):
+    layer, x = networks.Conv3x3(3, 5, stride), torch.randn(4, 3, size, size)
+    expected = torch.nn.functional.conv2d(x, layer.weight, stride=stride, padding=1)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_resnet34_has_the_size_of_its_paper():
+    assert sum(p.numel() for p in networks.resnet34(1000).parameters()) == 21_797_672
 
 
 @pytest.mark.long
