@@ -21,10 +21,14 @@ from stormplus_bench.train.catalogue import EVERY
 from stormplus_bench.train.training import Training, row_of
 from stormplus_bench.train.workload import Workload
 
-COLUMNS = {
-    **{"loss": "training loss", "low": "lowest", "high": "highest"},
-    **{"valid_loss": "validation loss", "valid_accuracy": "validation accuracy"},
-    **{"lr": "lr", "seeds": "seeds", "diverged": "diverged", "seconds": "seconds"},
+COLUMNS = ["loss", "low", "high", "valid_loss", "valid_accuracy", "lr", "seeds", "diverged"]
+COLUMNS += ["seconds", "state_mb"]
+TITLES = {
+    "loss": "training loss",
+    "low": "lowest",
+    "high": "highest",
+    "valid_loss": "validation loss",
+    "valid_accuracy": "validation accuracy",
     "state_mb": "state, MB",
 }
 Makes = Make | tuple[Make, Sequence[float]]
@@ -45,7 +49,7 @@ class Comparison:
     def table(self) -> pd.DataFrame:
         """One line per method at its best rate, the lowest final training loss first."""
         ends = finals.tuned(self.frame).set_index("method").loc[ordered(self.frame["method"])]
-        table = ends.sort_values("loss", kind="stable")[list(COLUMNS)].rename(columns=COLUMNS)
+        table = ends.sort_values("loss", kind="stable")[COLUMNS].rename(columns=TITLES)
         return table.dropna(axis="columns", how="all")
 
     def plot(self) -> Any:
@@ -103,8 +107,8 @@ def compare(
         `result` has the runs before it.
     """
     task = _workload(workload)
-    chosen = [operator.index(s) for s in (seeds if isinstance(seeds, Iterable) else _range(seeds))]
-    runs = [(m, lr, s) for s in chosen for m in _methods(methods) for lr in m.rates or (None,)]
+    chosen, known = _seeds(seeds), _methods(methods)
+    runs = [(m, lr, seed) for seed in chosen for m in known for lr in m.rates or (None,)]
     if not runs:
         raise ValueError(f"nothing to compare: methods {methods}, seeds {chosen}")
     console = Console(stderr=True, quiet=not progress)
@@ -128,9 +132,10 @@ def compare(
     return Comparison(tuple(found))
 
 
-def _range(seeds: Any) -> range:
+def _seeds(seeds: Any) -> list[int]:
     try:
-        return range(operator.index(seeds))
+        chosen = seeds if isinstance(seeds, Iterable) else range(operator.index(seeds))
+        return [operator.index(seed) for seed in chosen]
     except TypeError:
         raise TypeError(f"seeds should be a number or a list, got {seeds!r}") from None
 

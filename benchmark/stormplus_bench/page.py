@@ -91,7 +91,9 @@ def _with_menu(tables: dict[str, pd.DataFrame], methods: list[str], x_title: str
     figure, ticked = go.Figure(), few(methods) or methods
     for method, x, y, spread in zip(methods, *first.values()):
         figure.add_scatter(
-            **{"x": x, "y": y, "customdata": spread},
+            x=x,
+            y=y,
+            customdata=spread,
             name=html.escape(method),
             mode="lines+markers",
             line=_line(method),

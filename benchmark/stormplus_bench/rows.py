@@ -151,7 +151,8 @@ def _rows(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path} cannot be decompressed: {error}") from error
     if not content:
         raise ValueError(f"{path} is empty: no benchmark has written to it yet")
-    header, *lines, rest = content.split(b"\n") if b"\n" in content else (content, b"")
+    header, _, body = content.partition(b"\n")
+    *lines, rest = body.split(b"\n")
     _check_header(path, header)
     for number, line in enumerate(lines, start=2):
         if not line.strip():

@@ -74,12 +74,14 @@ def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
     optimizers = {label: make(params) for label, make in OPTIMIZERS.items()}
     first_call = {}
     for label, opt in optimizers.items():
-        take_step(opt)  # of a paired optimizer, the first sample
+        if isinstance(opt, StormPlus):
+            opt.estimate()  # the first sample
         first_call[label] = seconds(partial(take_step, opt))
     again = seconds(optimizers["Adam(fused=True)"].step)
     many = min(500, round(0.01 * rounds / again))  # short steps are timed more often
     times = times_of(optimizers, params, max(rounds, many))
-    click.echo(f"\n{name}: {sum(p.numel() for p in params) / 1e6:.3g} M parameters")
+    weights = sum(p.numel() for p in params) / 1e6
+    click.echo(f"\n{name}: {weights:.3g} M parameters in {len(params)} tensors")
     heads = f"{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>18s}{'first call':>12s}"
     click.echo(" " * 38 + heads)
     for label, opt in optimizers.items():
