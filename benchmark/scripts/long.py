@@ -3,8 +3,6 @@
 `python benchmark/scripts/long.py ROWS...` prints the tables of other rows instead.
 """
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,18 +1,12 @@
 """Time a step of each method of README's table relative to Adam(fused=True).
 
 Only the optimizer's work on ResNet34's parameters is timed, without gradients; for STORM+ both
-halves of its step. Each round times every method once, in turn. Writes docs/results/step_time.json.
+halves of its step. Writes docs/results/step_time.json.
 """
-
-from __future__ import annotations
 
 import json
 import platform
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 from dog import DoG
@@ -21,6 +15,8 @@ from prodigyopt import Prodigy
 from schedulefree import AdamWScheduleFree
 
 from stormplus import StormPlus, Untuned
+from stormplus_bench.commands.bench_step import median_ratio, parameters, times_of
+from stormplus_bench.memory import take_step
 from stormplus_bench.train.networks import resnet34
 
 ROUNDS = 15
@@ -28,29 +24,24 @@ OUT = Path("docs/results/step_time.json")
 
 
 def main() -> None:
-    params = list(resnet34(1000).parameters())
-    for p in params:
-        p.grad = torch.randn_like(p)
-    storm = StormPlus(params, lr=1e-6)
-    storm.estimate()
+    params = parameters([p.shape for p in resnet34(1000).parameters()])
     schedule_free = AdamWScheduleFree(params, lr=1e-6)
     schedule_free.train()
-    steps: dict[str, Callable[[], Any]] = {
-        "Untuned": Untuned(params).step,
-        "STORM+": lambda: (storm.move(), storm.estimate()),
-        "Adam": torch.optim.Adam(params, lr=1e-6, fused=True).step,
-        "SGD momentum": torch.optim.SGD(params, lr=1e-6, momentum=0.9).step,
-        "Schedule-Free": schedule_free.step,
-        "Prodigy": Prodigy(params).step,
-        "Mechanic": mechanize(torch.optim.AdamW)(params, lr=1e-6).step,
-        "DoG": DoG(params).step,
+    optimizers = {
+        "Untuned": Untuned(params),
+        "STORM+": StormPlus(params, lr=1e-6),
+        "Adam": torch.optim.Adam(params, lr=1e-6, fused=True),
+        "SGD momentum": torch.optim.SGD(params, lr=1e-6, momentum=0.9),
+        "Schedule-Free": schedule_free,
+        "Prodigy": Prodigy(params),
+        "Mechanic": mechanize(torch.optim.AdamW)(params, lr=1e-6),
+        "DoG": DoG(params),
     }
-    for step in steps.values():
-        step()  # allocates the buffers
-    times = [{name: seconds(step) for name, step in steps.items()} for _ in range(ROUNDS)]
-    ratios = {name: statistics.median(t[name] / t["Adam"] for t in times) for name in steps}
+    for optimizer in optimizers.values():
+        take_step(optimizer)  # allocates the buffers
+    times = times_of(optimizers, params, ROUNDS)
     found = {
-        "/ Adam(fused)": {name: round(ratio, 3) for name, ratio in ratios.items()},
+        "/ Adam(fused)": {n: round(median_ratio(t, times["Adam"]), 3) for n, t in times.items()},
         "parameters": sum(p.numel() for p in params),
         "rounds": ROUNDS,
         "threads": torch.get_num_threads(),
@@ -59,12 +50,6 @@ def main() -> None:
     }
     OUT.write_text(json.dumps(found, indent=1) + "\n")
     print(json.dumps(found, indent=1))
-
-
-def seconds(step: Callable[[], Any]) -> float:
-    start = time.perf_counter()
-    step()
-    return time.perf_counter() - start
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ benchopt runs the folder `benchmark_stormplus/`, which imports this package. `co
 optimizers from Python.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

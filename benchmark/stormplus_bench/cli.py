@@ -1,7 +1,5 @@
 """The command `stormplus`; a command's module is imported when the command is used."""
 
-from __future__ import annotations
-
 from importlib import import_module
 
 import click

@@ -1,7 +1,5 @@
 """`compare`: optimizers side by side on one workload, from Python."""
 
-from __future__ import annotations
-
 import base64
 import io
 import operator
@@ -16,25 +14,24 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import finals, rows
+from stormplus_bench.interrupts import Pulse
 from stormplus_bench.methods import ordered
 from stormplus_bench.own import Make, Method, workload_of
-from stormplus_bench.progress import Pulse
 from stormplus_bench.train.catalogue import EVERY
 from stormplus_bench.train.training import Training, row_of
 from stormplus_bench.train.workload import Workload
 
-COLUMNS = {
+COLUMNS = ["loss", "low", "high", "valid_loss", "valid_accuracy", "lr", "seeds", "diverged"]
+COLUMNS += ["seconds", "state_mb"]
+TITLES = {
     "loss": "training loss",
     "low": "lowest",
     "high": "highest",
     "valid_loss": "validation loss",
     "valid_accuracy": "validation accuracy",
-    "lr": "lr",
-    "seeds": "seeds",
-    "diverged": "diverged",
-    "seconds": "seconds",
     "state_mb": "state, MB",
 }
+Makes = Make | tuple[Make, Sequence[float]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -52,18 +49,17 @@ class Comparison:
     def table(self) -> pd.DataFrame:
         """One line per method at its best rate, the lowest final training loss first."""
         ends = finals.tuned(self.frame).set_index("method").loc[ordered(self.frame["method"])]
-        table = ends.sort_values("loss", kind="stable")[list(COLUMNS)].rename(columns=COLUMNS)
+        table = ends.sort_values("loss", kind="stable")[COLUMNS].rename(columns=TITLES)
         return table.dropna(axis="columns", how="all")
 
     def plot(self) -> Any:
         """Return the curves as a matplotlib figure, each method at the rate in the table."""
         from stormplus_bench.figures import curves_grid
 
-        best = self.frame["method"].map(self.table["lr"])
-        kept = (self.frame["lr"] == best) | (best.isna() & self.frame["default"])
+        shown = self.frame[self.frame["lr"] == self.frame["method"].map(self.table["lr"])]
         several = (self.frame.groupby("method")["lr"].nunique() > 1).any()
-        shown = self.frame[kept].assign(default=True)
-        return curves_grid(shown, each="each at the lr of the table" if several else None)
+        note = "each at the lr of the table" if several else None
+        return curves_grid(shown.assign(default=True), each=note)
 
     def save(self, journal: str | Path) -> Path:
         """Append the rows to a journal, which `stormplus report` merges with others."""
@@ -85,7 +81,7 @@ class Comparison:
 
 
 def compare(
-    methods: Mapping[str, Make | tuple[Make, Sequence[float]]] | Sequence[type],
+    methods: Mapping[str, Makes] | Sequence[type],
     workload: str | Mapping[str, Any] | Workload,
     *,
     seeds: int | Iterable[int] = 1,
@@ -111,22 +107,21 @@ def compare(
         `result` has the runs before it.
     """
     task = _workload(workload)
-    chosen = [operator.index(seed) for seed in _seeds(seeds)]
-    found_methods = _methods(methods)
-    if not found_methods or not chosen:
+    chosen, known = _seeds(seeds), _methods(methods)
+    runs = [(m, lr, seed) for seed in chosen for m in known for lr in m.rates or (None,)]
+    if not runs:
         raise ValueError(f"nothing to compare: methods {methods}, seeds {chosen}")
-    plan = [(m, lr, seed) for seed in chosen for m in found_methods for lr in m.rates or (None,)]
     console = Console(stderr=True, quiet=not progress)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
     pulse, found = Pulse(console), []
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
-        shown = bar.add_task("", total=len(plan) * task.budget)
-        for number, (method, lr, seed) in enumerate(plan):
+        shown = bar.add_task("", total=len(runs) * task.budget)
+        for number, (method, lr, seed) in enumerate(runs):
             bar.update(shown, description=f"{method.name}, seed {seed}")
 
             def notify(done: int, before: int = number) -> None:
                 bar.update(shown, completed=before * task.budget + done)
-                pulse.beat(f"{before}/{len(plan)} runs, {done}/{task.budget} evaluations")
+                pulse.beat(f"{before}/{len(runs)} runs, {done}/{task.budget} evaluations")
 
             try:
                 found.append(_one_run(method, lr, task, seed, notify))
@@ -137,42 +132,40 @@ def compare(
     return Comparison(tuple(found))
 
 
-def _seeds(seeds: Any) -> Iterable[Any]:
-    if isinstance(seeds, Iterable):
-        return seeds
+def _seeds(seeds: Any) -> list[int]:
     try:
-        return range(operator.index(seeds))
+        chosen = seeds if isinstance(seeds, Iterable) else range(operator.index(seeds))
+        return [operator.index(seed) for seed in chosen]
     except TypeError:
         raise TypeError(f"seeds should be a number or a list, got {seeds!r}") from None
 
 
-def _methods(methods: Any) -> list[Method]:
+def _methods(methods: Mapping[str, Makes] | Sequence[type]) -> list[Method]:
     if not isinstance(methods, Mapping):
         if not all(isinstance(made, type) for made in methods):
             raise TypeError(f"methods should be a dict, or a list of classes, got {methods!r}")
         methods = {made.__name__: made for made in methods}
-    return [_method(name, given) for name, given in methods.items()]
-
-
-def _method(name: Any, given: Make | tuple[Make, Sequence[float]]) -> Method:
-    if not (isinstance(name, str) and name and name.isprintable()):
-        raise ValueError(f"the name of a method should be a text of one line, got {name!r}")
-    make, rates = given if isinstance(given, tuple) else (given, ())
-    if not callable(make):
-        raise TypeError(f"{name}: should be a function of the parameters, got {make!r}")
-    if not isinstance(rates, Iterable):
-        raise TypeError(f"{name}: the rates should be a list of numbers, got {rates!r}")
-    return Method(name, make, tuple(map(float, rates)))
+    found = []
+    for name, given in methods.items():
+        if not (isinstance(name, str) and name and name.isprintable()):
+            raise ValueError(f"the name of a method should be a text of one line, got {name!r}")
+        make, rates = given if isinstance(given, tuple) else (given, ())
+        if not callable(make):
+            raise TypeError(f"{name}: should be a function of the parameters, got {make!r}")
+        if not isinstance(rates, Iterable):
+            raise TypeError(f"{name}: the rates should be a list of numbers, got {rates!r}")
+        found.append(Method(name, make, tuple(map(float, rates))))
+    return found
 
 
 def _workload(given: str | Mapping[str, Any] | Workload) -> Workload:
     if isinstance(given, Workload):
         return given
-    if isinstance(given, str):
-        if given not in EVERY:
-            raise ValueError(f"no workload {given!r}: choose from {', '.join(EVERY)}")
-        return EVERY[given]()
-    return workload_of(given)
+    if not isinstance(given, str):
+        return workload_of(given)
+    if given not in EVERY:
+        raise ValueError(f"no workload {given!r}: choose from {', '.join(EVERY)}")
+    return EVERY[given]()
 
 
 def _one_run(
@@ -184,10 +177,4 @@ def _one_run(
         optimizer = getattr(training.stepper, "optimizer", None)
         given = optimizer.param_groups[0].get("lr") if optimizer else None
         run["lr"] = 1.0 if given is None else float(given)
-    for target in task.checkpoints:
-        training.advance(target)
-        training.record()
-        notify(target)
-        if training.status == "diverged":
-            break
-    return row_of(training, run)
+    return row_of(training.finish(notify), run)

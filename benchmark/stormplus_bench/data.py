@@ -4,16 +4,13 @@ They are kept in `$STORMPLUS_DATA`, by default a folder in the user's cache. `st
 downloads them; a workload without its data is skipped. No pickle is ever loaded.
 """
 
-from __future__ import annotations
-
 import gzip
 import logging
 import os
-import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, overload
+from typing import Any
 
 import numpy as np
 import pooch  # type: ignore[import-untyped]
@@ -22,50 +19,39 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 VARIABLE = "STORMPLUS_DATA"
-CIFAR10_TRAIN = tuple(f"data_batch_{k}.bin" for k in range(1, 6))
-CIFAR10_FILES = (*CIFAR10_TRAIN, "test_batch.bin")
+CIFAR10_FILES = (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin")
 # Sizes of the releases. Tests make them smaller.
 CIFAR10_RECORDS = 10_000  # in each of the six files
 MNIST_IMAGES = {"train": 60_000, "t10k": 10_000}
 SHAKESPEARE_BYTES = 1_115_394
 
-
-@dataclass(frozen=True)
-class Remote:
-    """One file to download: its address, its place in the data folder, and its checksum."""
-
-    url: str
-    path: str
-    checksum: str  # "algorithm:hex"; the algorithm is the one that the source publishes
-
-
-def _mnist(name: str, md5: str) -> Remote:
-    url = f"https://ossci-datasets.s3.amazonaws.com/mnist/{name}"
-    return Remote(url, f"mnist/{name}", f"md5:{md5}")
-
-
-REMOTES = {
-    "cifar10": (
-        Remote(
+MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
+CHAR_RNN = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data"
+# By data set, files to download: address, place in the data folder, published checksum.
+REMOTES: dict[str, list[tuple[str, str, str]]] = {
+    "cifar10": [
+        (
             "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
             "cifar-10-binary.tar.gz",
             "md5:c32a1d4ab5d03f1284b67883e8d87530",
-        ),
-    ),
-    "mnist": (
-        _mnist("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-        _mnist("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
-        _mnist("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
-        _mnist("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
-    ),
-    "shakespeare": (
-        Remote(
-            "https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/"
-            "input.txt",
+        )
+    ],
+    "mnist": [
+        (f"{MNIST_URL}/{name}", f"mnist/{name}", f"md5:{md5}")
+        for name, md5 in (
+            ("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
+            ("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
+            ("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
+            ("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
+        )
+    ],
+    "shakespeare": [
+        (
+            f"{CHAR_RNN}/tinyshakespeare/input.txt",
             "tinyshakespeare/input.txt",
             "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        ),
-    ),
+        )
+    ],
 }
 NAMES = tuple(REMOTES)
 
@@ -102,43 +88,27 @@ def data_folder(folder: Path | str | None = None) -> Path:
     return Path(folder or os.environ.get(VARIABLE) or pooch.os_cache("stormplus")).expanduser()
 
 
-@overload
-def load(name: Literal["cifar10", "mnist"], folder: Path | str | None = None) -> Images: ...
-@overload
-def load(name: Literal["shakespeare"], folder: Path | str | None = None) -> Text: ...
-@overload
-def load(name: str, folder: Path | str | None = None) -> Images | Text: ...
-def load(name: str, folder: Path | str | None = None) -> Images | Text:
-    """Read a data set.
-
-    Args:
-        name: "cifar10", "mnist" or "shakespeare".
-        folder: Where data sets are kept, see `data_folder`.
+def load(name: str, folder: Path | str | None = None) -> Any:
+    """Read a data set: `Images`, or the `Text` of "shakespeare".
 
     Raises:
         MissingData: A file is missing; the message says how to download it.
         ValueError: A file differs from its release, or the name is unknown.
     """
-    if name not in NAMES:
-        raise ValueError(f"no data set {name!r}: choose from {', '.join(NAMES)}")
-    if name == "shakespeare":
-        return shakespeare(folder)
-    return cifar10(folder) if name == "cifar10" else mnist(folder)
+    readers = {"cifar10": cifar10, "mnist": mnist, "shakespeare": shakespeare}
+    if name not in readers:
+        raise ValueError(f"no data set {name!r}: choose from {', '.join(readers)}")
+    return readers[name](folder)
 
 
 def cifar10(folder: Path | str | None = None) -> Images:
     """Read CIFAR-10's binary version: 50,000 and 10,000 images of 3 x 32 x 32."""
-    release = cifar10_release(data_folder(folder))
+    release = data_folder(folder) / "cifar-10-batches-bin"
+    inside = data_folder(folder) / "cifar10" / release.name
+    release = inside if inside.is_dir() else release
     *train, (test_x, test_y) = [_cifar10_batch(release / name) for name in CIFAR10_FILES]
     train_x, train_y = (np.concatenate(parts) for parts in zip(*train))
     return Images(train_x, train_y, test_x, test_y)
-
-
-def cifar10_release(root: Path) -> Path:
-    """Return the folder of CIFAR-10's files, which may be in a folder `cifar10` of `root`."""
-    name = "cifar-10-batches-bin"
-    inside = root / "cifar10" / name
-    return inside if inside.is_dir() else root / name
 
 
 def _cifar10_batch(file: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
@@ -151,18 +121,14 @@ def _cifar10_batch(file: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 def mnist(folder: Path | str | None = None) -> Images:
     """Read MNIST's four idx files, compressed or not: images of 1 x 28 x 28."""
-    root = data_folder(folder) / "mnist"
-    train, test = (
-        (
-            _idx(root / f"{split}-images-idx3-ubyte", (count, 28, 28))[:, None],
-            _idx(root / f"{split}-labels-idx1-ubyte", (count,)).astype(np.int64),
-        )
-        for split, count in MNIST_IMAGES.items()
-    )
-    return Images(*train, *test)
+    root, arrays = data_folder(folder) / "mnist", []
+    for split, count in MNIST_IMAGES.items():
+        arrays.append(_idx(root / f"{split}-images-idx3-ubyte", (count, 28, 28))[:, None])
+        arrays.append(_idx(root / f"{split}-labels-idx1-ubyte", (count,)).astype(np.int64))
+    return Images(*arrays)
 
 
-def _idx(file: Path, shape: tuple[int, ...]) -> NDArray[np.uint8]:
+def _idx(file: Path, shape: tuple[int, ...]) -> NDArray[Any]:
     """Read an idx file of bytes: a magic number, the sizes of the dimensions, the bytes."""
     file = file if file.is_file() else file.with_name(f"{file.name}.gz")
     header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
@@ -177,8 +143,7 @@ def shakespeare(folder: Path | str | None = None) -> Text:
     file = data_folder(folder) / "tinyshakespeare" / "input.txt"
     content = np.frombuffer(_content("shakespeare", file, SHAKESPEARE_BYTES), np.uint8)
     vocabulary, codes = np.unique(content, return_inverse=True)
-    cut = len(codes) * 9 // 10
-    train, test = np.split(codes.astype(np.int64), [cut])
+    train, test = np.split(codes.astype(np.int64), [len(codes) * 9 // 10])
     return Text(train, test, "".join(map(chr, vocabulary)))
 
 
@@ -213,25 +178,26 @@ def download(name: str, folder: Path | str | None = None) -> None:
 
     pooch.get_logger().setLevel(logging.WARNING)
     root = data_folder(folder)
-    for remote in REMOTES[name]:
-        target = root / remote.path
+    for url, path, checksum in REMOTES[name]:
+        target = root / path
         if target.exists() and name != "cifar10":
             continue  # checked when it is read
         bar = _Bar(target.name)
-        downloader = pooch.HTTPDownloader(progressbar=bar)
+        options = {"downloader": pooch.HTTPDownloader(progressbar=bar)}
+        if name == "cifar10":
+            members = [f"cifar-10-batches-bin/{file}" for file in CIFAR10_FILES]
+            options["processor"] = pooch.Untar(members, extract_dir=root)
         try:
             with bar.display:
-                pooch.retrieve(
-                    remote.url, remote.checksum, target.name, target.parent, downloader=downloader
-                )
+                pooch.retrieve(url, checksum, target.name, target.parent, **options)
         except (RequestException, ValueError) as error:
             raise DownloadError(
-                f"cannot download {remote.url}: {error}\n"
+                f"cannot download {url}: {error}\n"
                 f"Try again, or copy the file to {target} and repeat the command"
             ) from error
         target.chmod(0o644)  # data folders are shared; pooch's temporary files are not
         if name == "cifar10":
-            _unpack_cifar10(target, root)
+            target.unlink()
 
 
 class _Bar:
@@ -252,10 +218,3 @@ class _Bar:
 
     def close(self) -> None:
         self.display.refresh()
-
-
-def _unpack_cifar10(archive: Path, root: Path) -> None:
-    with tarfile.open(archive) as tar:
-        for file in CIFAR10_FILES:
-            tar.extract(f"cifar-10-batches-bin/{file}", root, filter="data")
-    archive.unlink()

@@ -1,8 +1,8 @@
 """The figures for print: pure functions of the frame that `rows.load` returns."""
 
-from __future__ import annotations
-
+import io
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stormplus_bench import finals, scores
+from stormplus_bench.files import write_whole
 from stormplus_bench.methods import METHODS, OURS, ordered
 from stormplus_bench.profiles import curves
 from stormplus_bench.style import WIDTH, style_of
@@ -23,12 +24,19 @@ AT_DEFAULT = "each at its default lr"
 AT_BEST = "each at its best lr (methods with one learning rate are left out)"
 
 
+def save(figure: Figure, path: Path, dpi: int) -> None:
+    """Write a figure completely or not at all, in the format of the name's suffix."""
+    drawn = io.BytesIO()
+    figure.savefig(drawn, format=path.suffix[1:], dpi=dpi)
+    figure.set_layout_engine("none")  # laid out once, for all formats
+    write_whole(path, drawn.getvalue())
+
+
 def curves_grid(
     frame: pd.DataFrame,
     *,
     best_lr: bool = False,
     methods: Sequence[str] | None = None,
-    workloads: Sequence[str] | None = None,
     each: str | None = None,
 ) -> Figure:
     """Draw the training loss against gradient evaluations, one panel per workload.
@@ -37,11 +45,9 @@ def curves_grid(
         frame: The rows.
         best_lr: Whether each method is at its best lr instead of its default.
         methods: The methods to draw; all if None.
-        workloads: The workloads to draw; all if None.
         each: Replaces the note that says at which lr a method is drawn.
     """
     frame = frame if methods is None else frame[frame["method"].isin(methods)]
-    frame = frame if workloads is None else frame[frame["workload"].isin(workloads)]
     settings = finals.at(frame, best_lr=best_lr)[finals.SETTING]
     table = curves(frame).merge(settings, on=finals.SETTING)
     initial = finals.initial_loss(frame)

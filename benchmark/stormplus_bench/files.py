@@ -1,7 +1,5 @@
 """Write files completely or not at all."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 from collections.abc import Iterator
@@ -11,15 +9,8 @@ from pathlib import Path
 def write_whole(path: Path, content: bytes | str) -> Path:
     """Write a file through a temporary one, so that an interruption leaves no half file.
 
-    Args:
-        path: The file; missing folders are created. A symbolic link stays, its target changes.
-        content: Text is written as UTF-8.
-
-    Returns:
-        The path.
-
-    Raises:
-        OSError: The file cannot be written; the error names it.
+    Missing folders are created. A symbolic link stays, its target changes. Text is UTF-8. An
+    OSError names the file.
     """
     data = content.encode() if isinstance(content, str) else content
     target = path.resolve()
@@ -46,14 +37,3 @@ def named(path: Path) -> Iterator[None]:
         if error.errno is None:  # raised by a library, with its own message
             raise
         raise OSError(error.errno, error.strerror or str(error), str(path)) from error
-
-
-def require_writable(folder: Path, names: tuple[str, ...] = ()) -> None:
-    """Raise an OSError now if these files cannot be written to the folder after a long job."""
-    with named(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        if not os.access(folder, os.W_OK):
-            raise PermissionError(f"{folder} is not writable")
-    for name in names:
-        if (folder / name).is_dir():
-            raise IsADirectoryError(f"{folder / name} is a folder; a file would be written there")

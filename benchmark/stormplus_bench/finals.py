@@ -5,12 +5,6 @@ loss is not finite. Over seeds the median is taken, so a method that diverges in
 runs or more has the final loss +inf. `low` and `high` are the extremes over seeds.
 """
 
-from __future__ import annotations
-
-import weakref
-from collections.abc import Callable
-from functools import wraps
-
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
@@ -20,44 +14,27 @@ SETTING = ["workload", "method", "lr"]
 QUALITY = ["valid_loss", "train_accuracy", "valid_accuracy"]
 
 
-def once(compute: Callable[[pd.DataFrame], pd.DataFrame]) -> Callable[[pd.DataFrame], pd.DataFrame]:
-    """Cache a table per frame, as long as the frame lives; return copies."""
-    known: dict[int, pd.DataFrame] = {}
-
-    @wraps(compute)
-    def table(frame: pd.DataFrame) -> pd.DataFrame:
-        if id(frame) not in known:
-            known[id(frame)] = compute(frame)
-            weakref.finalize(frame, known.pop, id(frame), None).atexit = False
-        return known[id(frame)].copy()
-
-    return table
-
-
-@once
 def per_run(frame: pd.DataFrame) -> pd.DataFrame:
     """Return one line per run: its last values, `loss`, and `initial` (the first loss).
 
     A run that diverged has no validation loss and no accuracy.
     """
     ordered = frame.sort_values("evaluations", kind="stable")
-    groups = ordered.groupby(list(KEY), sort=False)
+    groups = ordered.groupby(KEY, sort=False)
     table = groups.last()  # per column, the last value that is not missing
-    at_end = groups.tail(1).set_index(list(KEY))["train_loss"].reindex(table.index)
+    at_end = groups.tail(1).set_index(KEY)["train_loss"].reindex(table.index)
     fine = (table["status"] == "done") & np.isfinite(at_end)
     table["loss"] = at_end.where(fine, np.inf)
     table["grad_norm"] = table["grad_norm"].where(fine, np.inf)
     table[QUALITY] = table[QUALITY].where(fine)
-    table["initial"] = groups.head(1).set_index(list(KEY))["train_loss"].reindex(table.index)
+    table["initial"] = groups.head(1).set_index(KEY)["train_loss"].reindex(table.index)
     return table.reset_index()
 
 
-@once
 def per_rate(frame: pd.DataFrame) -> pd.DataFrame:
     """Return one line per workload, method and lr: medians over seeds, and their spread.
 
-    Columns: `loss`, `low`, `high`, `seeds`, `diverged` (a number of runs), `default`, and medians
-    of the other measurements. Validation loss and accuracies are medians of the runs that did
+    `diverged` is a number of runs. Validation loss and accuracies are medians of the runs that did
     not diverge, nan if `loss` is inf.
     """
     runs = per_run(frame)
@@ -84,14 +61,12 @@ def defaults(frame: pd.DataFrame) -> pd.DataFrame:
     """
     table = per_rate(frame)
     table = table[table["default"]]
-    twice = table[table.duplicated(["workload", "method"])]
-    if len(twice):
-        workload, method = twice.iloc[0][["workload", "method"]]
-        rates = table[(table["workload"] == workload) & (table["method"] == method)]["lr"]
-        raise ValueError(
-            f"{method} has {len(rates)} default learning rates on {workload}: "
-            f"{', '.join(f'{lr:g}' for lr in rates)}; report files of one benchmark only"
-        )
+    for (workload, method), rates in table.groupby(["workload", "method"])["lr"]:
+        if len(rates) > 1:
+            raise ValueError(
+                f"{method} has {len(rates)} default learning rates on {workload}: "
+                f"{', '.join(f'{lr:g}' for lr in rates)}; report files of one benchmark only"
+            )
     return table.reset_index(drop=True)
 
 
@@ -107,10 +82,9 @@ def tuned(frame: pd.DataFrame) -> pd.DataFrame:
     ends = (table["lr"] == rates.transform("min")) | (table["lr"] == rates.transform("max"))
     table["rates"] = rates.transform("size")
     table["at_end"] = ends & (table["rates"] > 1) & np.isfinite(table["loss"])
-    table = table.sort_values(
-        ["workload", "method", "loss", "default", "lr"], ascending=[True, True, True, False, True]
-    )
-    return table.groupby(["workload", "method"], sort=True).head(1).reset_index(drop=True)
+    table = table.sort_values(["loss", "default", "lr"], ascending=[True, False, True])
+    best = table.drop_duplicates(["workload", "method"])
+    return best.sort_values(["workload", "method"]).reset_index(drop=True)
 
 
 def at(frame: pd.DataFrame, *, best_lr: bool) -> pd.DataFrame:

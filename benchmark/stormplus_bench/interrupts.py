@@ -1,10 +1,9 @@
-"""End a long command: signals, exit codes and error messages."""
-
-from __future__ import annotations
+"""What long commands share: signals, exit codes, error messages and lines of progress."""
 
 import contextlib
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,8 @@ Exit codes:
   130  interrupted; finished runs are kept"""
 
 
-class Unfinished(RuntimeError):
-    """Some runs gave no result; the message says what to do."""
+class RunsFailed(RuntimeError):
+    """Some runs gave no row; the message says why."""
 
 
 @contextlib.contextmanager
@@ -31,17 +30,17 @@ def interruptible() -> Iterator[None]:
     def interrupt(_signal: int, _frame: Any) -> None:
         raise KeyboardInterrupt
 
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    wanted = [signal.SIGINT, signal.SIGTERM]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        wanted.append(signal.SIGHUP)
-    before = [signal.signal(sign, interrupt) for sign in wanted]
+    before = {}
+    if threading.current_thread() is threading.main_thread():
+        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+            sign = getattr(signal, name, None)  # Windows has no SIGHUP
+            ignored = name == "SIGHUP" and sign and signal.getsignal(sign) is signal.SIG_IGN
+            if sign is not None and not ignored:
+                before[sign] = signal.signal(sign, interrupt)
     try:
         yield
     finally:
-        for sign, handler in zip(wanted, before):
+        for sign, handler in before.items():
             signal.signal(sign, handler)
 
 
@@ -51,8 +50,25 @@ def explained(kept: Path, console: Console) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        text = f"\ninterrupted; finished runs are in {kept}: repeat the command to continue"
-        console.print(text, highlight=False, markup=False, soft_wrap=True)
+        say(console, f"\ninterrupted; finished runs are in {kept}: repeat the command to continue")
         raise SystemExit(130) from None
-    except (Unfinished, ValueError, OSError, ImportError) as error:
+    except (RunsFailed, ValueError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
+
+
+def say(console: Console, text: str) -> None:
+    """Print text as it is."""
+    console.print(text, highlight=False, markup=False, soft_wrap=True)
+
+
+class Pulse:
+    """Prints a line per minute unless the console is a terminal, which shows a bar."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.last = console, time.monotonic()
+
+    def beat(self, text: str) -> None:
+        """Print the text if a line is due."""
+        if not self.console.is_terminal and time.monotonic() - self.last >= 60:
+            self.last = time.monotonic()
+            say(self.console, text)

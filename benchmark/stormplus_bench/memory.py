@@ -1,61 +1,82 @@
-"""How much memory a step takes beside parameters, gradients and state: measured, not counted.
+"""Memory of a process and of an optimizer: peak, state, and what a step takes beyond them.
 
-What the allocator keeps counts too: small results between large temporaries leave holes that
-cannot be given back. So the resident set of a process of its own is read, at its highest.
+The resident set is measured because memory that the allocator keeps counts too: small results
+between large temporaries leave holes that cannot be returned.
 """
 
-from __future__ import annotations
-
+import contextlib
+import math
 import multiprocessing
+from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from stormplus.torch import PairedOptimizer
 
 TENSORS, ELEMENTS = 50, 500_000  # 25 M parameters
-
 _STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
+def size_mb(tensors: Iterable[Tensor]) -> float:
+    return sum(t.nbytes for t in tensors) / 2**20
+
+
+def state_mb(optimizer: Any) -> float:
+    """Return the size of all tensors that an optimizer keeps, without its parameters."""
+    held = tree_leaves([dict(optimizer.state), optimizer.param_groups])
+    tensors = {id(t): t for t in held if isinstance(t, Tensor)}
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            tensors.pop(id(p), None)
+    return size_mb(tensors.values())
+
+
+def peak_memory_mb() -> float:
+    """Return the peak since `reset_peak_memory` in MB: on a GPU or on Linux, else nan."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated() / 2**20
+    return _resident_mb("VmHWM")
+
+
+def reset_peak_memory() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    with contextlib.suppress(OSError):  # Linux: "5" resets the peak to the current use
+        _RESET.write_text("5")
+
+
+def _resident_mb(what: str) -> float:
+    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else []
+    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(what)), math.nan)
+
+
 def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any], steps: int = 5) -> float | None:
-    """How far the resident set grows in some steps beyond the state, in sizes of the model.
+    """Return how far the resident set grows in some steps beyond the state, in sizes of the model.
 
-    Args:
-        cls: The optimizer; gradients are given.
-        options: Its own.
-        steps: How many.
-
-    Returns:
-        A number, or None where the system does not tell (it is read from /proc).
+    None where the system does not tell: it is read from /proc, in a new process.
     """
     if not _RESET.exists():
         return None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
-        return process.submit(_measure, cls, options, steps, torch.get_num_threads()).result()
+        make = partial(cls, **options)
+        return process.submit(_measure, make, steps, torch.get_num_threads()).result()
 
 
-def state_bytes(opt: torch.optim.Optimizer) -> int:
-    tensors = (v for state in opt.state.values() for v in state.values())
-    return sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-
-
-def _measure(
-    cls: type[torch.optim.Optimizer], options: dict[str, Any], steps: int, threads: int
-) -> float:
+def _measure(make: Callable[..., torch.optim.Optimizer], steps: int, threads: int) -> float:
     torch.set_num_threads(threads)
-    warm = [_with_gradient(n) for n in (8, 8, 1 << 16)]
-    _run(cls(warm, **options), steps)  # what the first steps import and compile
+    _run(make([_with_gradient(n) for n in (8, 8, 1 << 16)]), steps)  # imports and compiles
     params = [_with_gradient(ELEMENTS) for _ in range(TENSORS)]
-    size = sum(p.numel() * p.element_size() for p in params)
-    _RESET.write_text("5")  # the peak is counted from here on
-    before = _resident("VmRSS")
-    opt = cls(params, **options)
+    reset_peak_memory()
+    before = _resident_mb("VmRSS")
+    opt = make(params)
     _run(opt, steps)
-    return (_resident("VmHWM") - before - state_bytes(opt)) / size
+    return (_resident_mb("VmHWM") - before - state_mb(opt)) / size_mb(params)
 
 
 def _with_gradient(size: int) -> nn.Parameter:
@@ -64,16 +85,16 @@ def _with_gradient(size: int) -> nn.Parameter:
     return p
 
 
+def take_step(opt: torch.optim.Optimizer) -> None:
+    """Take a step with the gradients that are there, twice the same ones if it needs two."""
+    if not isinstance(opt, PairedOptimizer):
+        opt.step()
+        return
+    if opt.started:
+        opt.move()
+    opt.estimate()
+
+
 def _run(opt: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
-        if not isinstance(opt, PairedOptimizer):
-            opt.step()
-            continue
-        if opt.started:
-            opt.move()
-        opt.estimate()
-
-
-def _resident(what: str) -> int:
-    line = next(line for line in _STATUS.read_text().splitlines() if line.startswith(what))
-    return 1024 * int(line.split()[1])
+        take_step(opt)

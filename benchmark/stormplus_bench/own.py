@@ -4,8 +4,6 @@ A file is ordinary Python; its variables say what to run. benchopt gets the file
 Dask and SLURM workers read the same file.
 """
 
-from __future__ import annotations
-
 import math
 import runpy
 import sys
@@ -43,13 +41,7 @@ ALLOWED = ("name", *NEEDED, "valid", "batch_size", "accuracy")
 
 @dataclass(frozen=True)
 class Method:
-    """A user's method.
-
-    Attributes:
-        name: For tables and figures.
-        make: Makes its optimizer, from the parameters alone if there are no rates.
-        rates: Learning rates to run; the first is the default.
-    """
+    """A user's method; without rates, `make` gets the parameters alone."""
 
     name: str
     make: Make
@@ -88,7 +80,7 @@ def stepper_of(made: Any, name: str) -> Stepper:
 def read_method(file: str) -> Method:
     """Return the method that a solver file defines; a ValueError says what is wrong with it."""
     found = _variables(file)
-    name, make, rates = (found.get(key) for key in ("name", "make", "rates"))
+    name, make, rates = found.get("name"), found.get("make"), found.get("rates")
     if not isinstance(name, str) or not name.isprintable() or not name:
         raise ValueError(f"{file}: name should be a text of one line, got {name!r}.\n{SOLVER}")
     if name in METHODS:

@@ -1,7 +1,5 @@
 """The report as one HTML page with interactive figures, which opens without a network."""
 
-from __future__ import annotations
-
 import html
 from collections.abc import Sequence
 from typing import Any
@@ -44,13 +42,7 @@ PROFILE = (
 
 
 def build(frame: pd.DataFrame, tables: Sequence[Table], home: str | None = None) -> str:
-    """Return the page.
-
-    Args:
-        frame: The rows.
-        tables: Shown below the figures.
-        home: Target of a link at the top of the page; no link if None.
-    """
+    """Return the page, with the tables below the figures and a link to `home` at the top."""
     link = f'<a href="{html.escape(home, quote=True)}">← stormplus</a>' if home else ""
     figures = (
         ("Training curves", CURVES, curves_figure(frame)),
@@ -82,44 +74,40 @@ def curves_figure(frame: pd.DataFrame) -> Any:
         found = curves(frame).merge(settings, on=finals.SETTING)
         found = found.rename(columns={"evaluations": "x", "median": "y"})
         tables |= {f"{workload}{note}": part for workload, part in found.groupby("workload")}
-    return _with_menu(tables, ordered(frame["method"]), "gradient evaluations", "linear")
+    return _with_menu(tables, ordered(frame["method"]), "gradient evaluations")
 
 
 def rates_figure(frame: pd.DataFrame) -> Any:
     """Return the final loss against the learning rate, with a menu of workloads."""
     found = finals.per_rate(frame).rename(columns={"lr": "x", "loss": "y"})
     tables = dict(list(found.groupby("workload")))
-    return _with_menu(tables, ordered(frame["method"]), "learning rate", "log")
+    return _with_menu(tables, ordered(frame["method"]), "learning rate").update_xaxes(type="log")
 
 
-def _with_menu(
-    tables: dict[str, pd.DataFrame], methods: list[str], x_title: str, x_scale: str
-) -> Any:
+def _with_menu(tables: dict[str, pd.DataFrame], methods: list[str], x_title: str) -> Any:
     """Return one line per method; the menu replaces the points and keeps the ticked methods."""
+    choices = {name: _points(table, methods) for name, table in sorted(tables.items())}
+    first = next(iter(choices.values()))
     figure, ticked = go.Figure(), few(methods) or methods
-    for method in methods:
+    for method, x, y, spread in zip(methods, *first.values()):
         figure.add_scatter(
+            x=x,
+            y=y,
+            customdata=spread,
             name=html.escape(method),
             mode="lines+markers",
             line=_line(method),
             visible=True if method in ticked else "legendonly",
             hovertemplate="%{y:.4g} (%{customdata[0]:.4g} to %{customdata[1]:.4g})",
         )
-    choices = {name: _points(table, methods) for name, table in sorted(tables.items())}
     buttons = [
         {"method": "restyle", "label": html.escape(name), "args": [points]}
         for name, points in choices.items()
     ]
-    first = next(iter(choices.values()))
-    for trace, x, y, spread in zip(figure.data, *first.values()):
-        trace.update(x=x, y=y, customdata=spread)
     menu = {"buttons": buttons, "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"}
-    _layout(figure, x_title, "training loss")
-    figure.update_layout(updatemenus=[menu])
-    figure.update_xaxes(type=x_scale)
+    _layout(figure, x_title, "training loss").update_layout(updatemenus=[menu])
     nonnegative = all(y >= 0 for points in choices.values() for line in points["y"] for y in line)
-    figure.update_yaxes(type="log" if nonnegative else "linear", exponentformat="power")
-    return figure
+    return figure.update_yaxes(type="log" if nonnegative else "linear", exponentformat="power")
 
 
 def _points(table: pd.DataFrame, methods: list[str]) -> dict[str, list[Any]]:
@@ -140,8 +128,7 @@ def profile_figure(frame: pd.DataFrame) -> Any:
         line = _line(method) | {"shape": "hv"}
         name = f"{score:.2f} {html.escape(method)}"
         figure.add_scatter(x=rho.index.tolist(), y=rho.tolist(), name=name, mode="lines", line=line)
-    _layout(figure, "τ", "share of the workloads")
-    return figure
+    return _layout(figure, "τ", "share of the workloads")
 
 
 def _line(method: str) -> dict[str, Any]:
@@ -150,8 +137,8 @@ def _line(method: str) -> dict[str, Any]:
     return {"color": style.colour, "dash": dash, "width": style.width}
 
 
-def _layout(figure: Any, x_title: str, y_title: str) -> None:
-    figure.update_layout(
+def _layout(figure: Any, x_title: str, y_title: str) -> Any:
+    return figure.update_layout(
         template="plotly_white",
         height=640,
         margin={"l": 60, "r": 10, "t": 60, "b": 40},

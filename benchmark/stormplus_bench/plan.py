@@ -3,12 +3,10 @@
 A suite is a benchopt run configuration; benchopt itself expands its selectors.
 """
 
-from __future__ import annotations
-
 import difflib
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,35 +27,20 @@ class BadSuite(ValueError):
 
 
 @dataclass(frozen=True)
-class Run:
-    """One run of a suite."""
-
-    workload: str
-    method: str
-    lr: float
-    seed: int
-    budget: int  # gradient evaluations
-
-    @property
-    def key(self) -> Key:
-        return self.workload, self.method, self.lr, self.seed
-
-
-@dataclass(frozen=True)
 class Plan:
-    """A suite's runs, what is skipped and why, and seconds per gradient by workload."""
+    """A suite's runs, what is skipped and why, and the seconds of a run by workload."""
 
     config: dict[str, Any]
-    runs: list[Run]
+    runs: list[Key]
     skipped: dict[str, str]
     seconds: dict[str, float]
 
-    def left(self, done: set[Key]) -> list[Run]:
-        return [run for run in self.runs if run.key not in done]
+    def left(self, done: set[Key]) -> list[Key]:
+        return [run for run in self.runs if run not in done]
 
-    def estimate(self, runs: Iterable[Run]) -> float:
+    def estimate(self, runs: Iterable[Key]) -> float:
         """Return the seconds that the gradients of these runs take, one run at a time."""
-        return sum(self.seconds[run.workload] * run.budget for run in runs)
+        return sum(self.seconds[run.workload] for run in runs)
 
 
 def suites() -> dict[str, Path]:
@@ -77,8 +60,6 @@ def read_suite(name: str) -> dict[str, Any]:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadSuite(f"{path} is not YAML: {error}") from None
-    except RecursionError:
-        raise BadSuite(f"{path} is nested too deeply") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
     if unknown := sorted(map(str, set(config) - set(KEYS))):
@@ -108,27 +89,22 @@ def with_own(
 ) -> dict[str, Any]:
     """Return the suite with the user's optimizers added and models in place of its data sets.
 
-    Args:
-        config: The suite.
-        solvers: Solver files.
-        workloads: Workload files.
-        seeds: Number of seeds, instead of the suite's.
-        alone: Whether to leave out the suite's methods.
+    `seeds` is a number of seeds, instead of the suite's; `alone` leaves out the suite's methods.
 
     Raises:
         ValueError: A file is wrong; the message says what it should have.
     """
-    config = dict(config)
     methods = {str(path.resolve()): read_method(str(path.resolve())) for path in solvers}
+    models = [str(path.resolve()) for path in workloads]
     names = [method.name for method in methods.values()]
-    names += [read_workload(str(path.resolve())).name for path in workloads]
+    names += [read_workload(file).name for file in models]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"two files have the name {', '.join(twice)}: rename one of them")
-    config["solver"] = [] if alone else list(config["solver"])
+    config = config | {"solver": [] if alone else list(config["solver"])}
     for file, method in methods.items():
         config["solver"].append({"own": {"file": [file], "lr": list(method.rates)}})
-    if workloads:
-        config["dataset"] = [{"own": {"file": [str(path.resolve()) for path in workloads]}}]
+    if models:
+        config["dataset"] = [{"own": {"file": models}}]
     if seeds is not None:
         config["objective"] = [{"Training loss": {"seed": list(range(seeds))}}]
     return config
@@ -142,7 +118,8 @@ def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] =
     solvers = list(_instances(benchmark.check_solver_patterns(list(config["solver"]))))
     if methods:
         solvers = _only(solvers, methods)
-        config = config | {"solver": [_selector(solver) for solver in solvers]}
+        selected = [{s.name: {n: [getattr(s, n)] for n in type(s).parameters}} for s in solvers]
+        config = config | {"solver": selected}
     plan = Plan(config, [], {}, {})
     for dataset in _instances(benchmark.check_dataset_patterns(list(config["dataset"]))):
         data = dataset.get_data()
@@ -151,23 +128,19 @@ def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] =
             plan.skipped[str(dataset)] = data["reason"]
             continue
         try:
-            plan.seconds[workload.name] = _seconds_per_gradient(workload)
+            plan.seconds[workload.name] = workload.budget * _seconds_per_gradient(workload)
         except Exception as error:
             raise ValueError(
                 f"{workload.name}: the first gradient fails with {type(error).__name__}: {error}"
             ) from error
-        runs: dict[Key, Run] = {}  # a default rate may be in the list of rates, too
-        for objective in objectives:
-            for solver in solvers:
-                skip, reason = solver.applies(workload)
-                if skip:
-                    plan.skipped[f"{solver.method} on {workload.name}"] = reason
-                    continue
-                budget, seed = workload.budget, objective.seed
-                run = Run(workload.name, solver.method, solver.rate, seed, budget)
-                runs[run.key] = run
-        plan.runs.extend(runs.values())
-    return plan
+        for solver in solvers:
+            if reason := solver.reason_to_skip(workload):
+                plan.skipped[f"{solver.method} on {workload.name}"] = reason
+                continue
+            for objective in objectives:
+                plan.runs.append(Key(workload.name, solver.method, solver.rate, objective.seed))
+    # A default rate may be in the list of rates, too.
+    return replace(plan, runs=list(dict.fromkeys(plan.runs)))
 
 
 def _instances(classes: Any) -> Iterator[Any]:
@@ -179,7 +152,7 @@ def _instances(classes: Any) -> Iterator[Any]:
 
 def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
     """Return the solvers with these names, as in tables ("STORM+") or suites ("storm-plus")."""
-    names = {name: None for s in solvers for name in (s.name, s.method)}
+    names = dict.fromkeys(name for s in solvers for name in (s.name, s.method))
     for method in methods:
         if method.lower() not in map(str.lower, names):
             raise ValueError(
@@ -190,14 +163,9 @@ def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
     return [s for s in solvers if {s.method.lower(), s.name.lower()} & chosen]
 
 
-def _selector(solver: Any) -> dict[str, dict[str, list[Any]]]:
-    return {solver.name: {name: [getattr(solver, name)] for name in type(solver).parameters}}
-
-
 def _seconds_per_gradient(workload: Any) -> float:
     model, samples = workload.model(0).to(workload.device), workload.samples(0)
     model.train()
-    start = time.perf_counter()
     for k in range(CALIBRATION):
         if k == 2:  # after a warm-up
             start = time.perf_counter()

@@ -12,8 +12,6 @@ gradient evaluations, the loss is the training loss, and the targets come from t
 classic methods in the comparison instead of a separate study.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -31,7 +29,6 @@ TARGET_AT = 0.7
 CLASSICS = ("SGD momentum", "Adam", "AdaGrad")  # tuned, they set the targets
 
 
-@finals.once
 def curves(frame: pd.DataFrame) -> pd.DataFrame:
     """Return `median`, `low` and `high` over seeds per workload, method, lr and evaluations.
 
@@ -41,7 +38,7 @@ def curves(frame: pd.DataFrame) -> pd.DataFrame:
     wide = measured.pivot(index=[*SETTING, "evaluations"], columns="seed", values="train_loss")
     settings = wide.index.droplevel("evaluations")
     loss = finals.per_run(frame).pivot(index=SETTING, columns="seed", values="loss")
-    known = frame[np.isfinite(frame["train_loss"])].groupby(list(KEY))["evaluations"].max()
+    known = frame[np.isfinite(frame["train_loss"])].groupby(KEY)["evaluations"].max()
     last = known.unstack("seed").reindex(index=settings, columns=wide.columns).to_numpy()
     times = wide.index.get_level_values("evaluations").to_numpy()[:, None]
     diverged = np.isinf(loss).reindex(settings).to_numpy()
@@ -77,7 +74,7 @@ def time_to_target(frame: pd.DataFrame, target: pd.Series) -> pd.DataFrame:
     """
     limit = frame["workload"].map(target)
     reached = np.isfinite(limit) & (frame["train_loss"] <= limit) & (frame["status"] == "done")
-    first = frame[reached].groupby(list(KEY))["evaluations"].min()
+    first = frame[reached].groupby(KEY)["evaluations"].min()
     done = frame[frame["status"] == "done"]
     checkpoints = set(zip(done["workload"], done["evaluations"]))
     workloads = first.index.get_level_values("workload")
@@ -85,28 +82,20 @@ def time_to_target(frame: pd.DataFrame, target: pd.Series) -> pd.DataFrame:
         (name, t + 1) in checkpoints and (name, t - 1) not in checkpoints
         for name, t in zip(workloads, first)
     ]
-    every = pd.MultiIndex.from_frame(frame[list(KEY)].drop_duplicates())
+    every = pd.MultiIndex.from_frame(frame[KEY].drop_duplicates())
     times = (first + np.array(early, dtype=float)).reindex(every).fillna(np.inf).clip(lower=1.0)
     return times.rename("time").groupby(level=SETTING).median().reset_index()
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A performance profile.
+    """A performance profile."""
 
-    Attributes:
-        target: Target loss per workload.
-        times: Methods by workloads, in gradient evaluations; inf if missed or not run.
-        ratios: `times` relative to the fastest method of the workload.
-        rho: Methods by tau, the share of the workloads within tau of the fastest.
-        scores: Per method, from 0 to 1, best first.
-    """
-
-    target: pd.Series
-    times: pd.DataFrame
-    ratios: pd.DataFrame
-    rho: pd.DataFrame
-    scores: pd.Series
+    target: pd.Series  # loss per workload
+    times: pd.DataFrame  # methods by workloads, in gradient evaluations; inf if missed or not run
+    ratios: pd.DataFrame  # `times` relative to the fastest method of the workload
+    rho: pd.DataFrame  # methods by tau, the share of the workloads within tau of the fastest
+    scores: pd.Series  # per method, from 0 to 1, best first
 
 
 def performance_profile(

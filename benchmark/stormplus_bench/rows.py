@@ -5,8 +5,6 @@ other line is a row. A row is written when its run ends, so stopping a benchmark
 runs in progress.
 """
 
-from __future__ import annotations
-
 import errno
 import gzip
 import json
@@ -16,14 +14,12 @@ import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench.files import named
 
-Key = tuple[str, str, float, int]
-KEY = ("workload", "method", "lr", "seed")
 CURVE = (
     *("evaluations", "samples", "seconds", "train_loss", "valid_loss"),
     *("train_accuracy", "valid_accuracy", "grad_norm"),
@@ -34,9 +30,20 @@ COLUMNS = (
     *("peak_memory_mb", "state_mb", "measured", "versions", "machine"),
 )
 STATUSES = ("done", "diverged")
-FORMAT, VERSION = "stormplus-rows", 1
-HEADER = json.dumps({"format": FORMAT, "version": VERSION})
+HEADER = json.dumps({"format": "stormplus-rows", "version": 1})
 OnCut = str | Callable[[Path, int], None]
+
+
+class Key(NamedTuple):
+    """What distinguishes one run from another."""
+
+    workload: str
+    method: str
+    lr: float
+    seed: int
+
+
+KEY = list(Key._fields)
 
 
 def append(path: str | os.PathLike[str], row: dict[str, Any]) -> None:
@@ -67,19 +74,14 @@ def append(path: str | os.PathLike[str], row: dict[str, Any]) -> None:
 
 
 def _repair(handle: int, path: Path) -> str:
-    """Remove an incomplete last line; return what must be written before the next row."""
-    start = os.pread(handle, 4096, 0)
-    if not start or HEADER.encode().startswith(start):
+    """Remove an incomplete last line; return the header if it must be written."""
+    start = os.pread(handle, len(HEADER), 0)
+    if HEADER.encode().startswith(start) and os.fstat(handle).st_size <= len(HEADER):
         os.ftruncate(handle, 0)
         return HEADER + "\n"
-    _check_header(path, start.split(b"\n", 1)[0])
-    if os.pread(handle, 1, os.fstat(handle).st_size - 1) == b"\n":
-        return ""
-    content = path.read_bytes()
-    last = content.rfind(b"\n") + 1
-    if _is_json(content[last:]):
-        return "\n"  # only the line break is missing
-    os.ftruncate(handle, last)
+    _check_header(path, os.pread(handle, 4096, 0).split(b"\n", 1)[0])
+    if os.pread(handle, 1, os.fstat(handle).st_size - 1) != b"\n":
+        os.ftruncate(handle, path.read_bytes().rfind(b"\n") + 1)
     return ""
 
 
@@ -104,30 +106,31 @@ def frame_of(found: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Return the flat frame of these rows; the last row of a run counts."""
     last = {key_of(row): row for row in found}
     lines = [line for row in last.values() for line in _lines(row)]
-    return _typed(pd.DataFrame(lines, columns=list(COLUMNS)))
+    texts = ("workload", "method", "status", "versions", "machine")
+    kinds = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(texts, "str")
+    kinds |= {"default": "bool", "seed": "int64", "batch_size": "int64"}
+    return pd.DataFrame(lines, columns=list(COLUMNS)).astype(kinds)
+
+
+def _lines(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    same = {name: row.get(name) for name in COLUMNS if name not in CURVE}
+    same["versions"] = json.dumps(row.get("versions") or {}, sort_keys=True)
+    same["machine"] = str(row.get("machine") or "")
+    measurements = list(zip(*(row["curve"][name] for name in CURVE)))
+    for values in measurements or [(0, *[None] * (len(CURVE) - 1))]:
+        yield same | dict(zip(CURVE, values))
 
 
 def keys(path: str | os.PathLike[str]) -> set[Key]:
     """Return (workload, method, lr, seed) of the runs in the journal; empty if there is none."""
-    return {key_of(row) for row in _existing(Path(path))}
-
-
-def versions_of(path: str | os.PathLike[str], kind: str, name: str) -> set[str]:
-    """Return the fingerprints of the user file that produced the rows of `name`.
-
-    `kind` is "method" or "workload". Rows of the benchmark's own have the fingerprint "".
-    """
-    found = [row.get("files") for row in _existing(Path(path)) if row[kind] == name]
-    return {str(files.get(kind, "")) if isinstance(files, dict) else "" for files in found}
-
-
-def _existing(path: Path) -> Iterator[dict[str, Any]]:
-    return _rows(path, "drop") if path.exists() and path.stat().st_size else iter(())
+    if not os.path.exists(path) or not os.path.getsize(path):
+        return set()
+    return {key_of(row) for row in _rows(Path(path), "drop")}
 
 
 def key_of(row: dict[str, Any]) -> Key:
     """Return the workload, method, lr and seed of the row's run."""
-    return row["workload"], row["method"], float(row["lr"]), row["seed"]
+    return Key(row["workload"], row["method"], float(row["lr"]), row["seed"])
 
 
 def finite(value: Any) -> Any:
@@ -140,52 +143,52 @@ def finite(value: Any) -> Any:
 
 
 def _rows(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
-    lines = _content(path).split(b"\n")
-    if lines == [b""]:
+    content = path.read_bytes()
+    if path.suffix == ".gz":
+        try:
+            content = gzip.decompress(content)
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(f"{path} cannot be decompressed: {error}") from error
+    if not content:
         raise ValueError(f"{path} is empty: no benchmark has written to it yet")
-    _check_header(path, lines[0])
-    for number, line in enumerate(lines[1:], start=2):
+    header, _, body = content.partition(b"\n")
+    *lines, rest = body.split(b"\n")
+    _check_header(path, header)
+    for number, line in enumerate(lines, start=2):
         if not line.strip():
             continue
-        where = f"{path}, line {number}"
-        if not _is_json(line):
-            if number < len(lines):
-                raise ValueError(f"{where} is not JSON: delete it, and run the benchmark again")
-            if callable(on_cut):
-                on_cut(path, number)
-            if on_cut == "raise":
-                raise ValueError(f"{where} is incomplete: run the benchmark again to repeat it")
-            return
-        row = json.loads(line)
+        where, row = f"{path}, line {number}", _json(line)
+        if row is None:
+            raise ValueError(f"{where} is not JSON: delete it, and run the benchmark again")
         check(row, where)
         yield row
+    if not rest:
+        return
+    number = len(lines) + 2
+    if callable(on_cut):
+        on_cut(path, number)
+    elif on_cut == "raise":
+        raise ValueError(
+            f"{path}, line {number} is incomplete: run the benchmark again to repeat it"
+        )
 
 
-def _content(path: Path) -> bytes:
-    if path.suffix != ".gz":
-        return path.read_bytes()
+def _json(line: bytes) -> Any:
+    """Return the value of a line, None if it is not JSON."""
     try:
-        return gzip.decompress(path.read_bytes())
-    except (EOFError, OSError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be decompressed: {error}") from error
-
-
-def _is_json(line: bytes) -> bool:
-    try:
-        json.loads(line)
+        return json.loads(line)
     except (ValueError, RecursionError):
-        return False
-    return True
+        return None
 
 
 def _check_header(path: Path, line: bytes) -> None:
-    header = json.loads(line) if _is_json(line) else None
-    if not isinstance(header, dict) or header.get("format") != FORMAT:
+    header = _json(line)
+    if not isinstance(header, dict) or header.get("format") != "stormplus-rows":
         raise ValueError(f"{path}, line 1: not a journal of stormplus runs, got {line[:60]!r}")
-    if header.get("version") != VERSION:
+    if header != json.loads(HEADER):
         raise ValueError(
             f"{path}, line 1: format version {_short(header.get('version'))}, but this stormplus "
-            f"reads and writes version {VERSION}"
+            "reads and writes version 1"
         )
 
 
@@ -202,20 +205,28 @@ def _is_name(value: Any) -> bool:
     return isinstance(value, str) and value != "" and value.isprintable()
 
 
+def _is_measurement(value: Any) -> bool:
+    return value is None or isinstance(value, float) or _is_number(value)
+
+
+NAME, NUMBER = (_is_name, "a text of one line"), (_is_number, "a finite number")
+INTEGER = (_is_integer, "a 64-bit integer")
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "workload": (_is_name, "a text of one line"),
-    "method": (_is_name, "a text of one line"),
-    "lr": (_is_number, "a finite number"),
+    "workload": NAME,
+    "method": NAME,
+    "lr": NUMBER,
     "default": (lambda v: isinstance(v, bool), "true or false"),
-    "seed": (_is_integer, "a 64-bit integer"),
+    "seed": INTEGER,
     "status": (lambda v: v in STATUSES, f"one of {STATUSES}"),
-    "budget": (_is_number, "a finite number"),
-    "batch_size": (_is_integer, "a 64-bit integer"),
+    "budget": NUMBER,
+    "batch_size": INTEGER,
     "curve": (lambda v: isinstance(v, dict), "a JSON object"),
-    "peak_memory_mb": (lambda v: v is None or _is_number(v), "a finite number"),
-    "state_mb": (lambda v: v is None or _is_number(v), "a finite number"),
-    "measured": (lambda v: v is None or (_is_integer(v) and v > 0), "a positive integer"),
-    "versions": (lambda v: v is None or isinstance(v, dict), "a JSON object"),
+}
+_OPTIONAL: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "peak_memory_mb": NUMBER,
+    "state_mb": NUMBER,
+    "measured": (lambda v: _is_integer(v) and v > 0, "a positive integer"),
+    "versions": (lambda v: isinstance(v, dict), "a JSON object"),
 }
 
 
@@ -223,39 +234,20 @@ def check(row: Any, where: str) -> None:
     """Raise a ValueError that says what is wrong with a row, and where it is."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} should be a row (a JSON object), got {_short(row)}")
-    for name, (valid, wanted) in _FIELDS.items():
+    present = {name: rule for name, rule in _OPTIONAL.items() if row.get(name) is not None}
+    for name, (valid, wanted) in (_FIELDS | present).items():
         if not valid(row.get(name)):
             raise ValueError(f"{where}: {name!r} should be {wanted}, got {_short(row.get(name))}")
     for name in CURVE:
-        values = row["curve"].get(name)
-        if not isinstance(values, list) or not all(map(_is_measured, values)):
-            raise ValueError(f"{where}: curve's {name!r} should be a list of numbers and nulls")
-    if not all(map(_is_number, row["curve"]["evaluations"])):
-        raise ValueError(f"{where}: curve's 'evaluations' should be finite numbers")
+        values, valid = row["curve"].get(name), _is_measurement
+        if name == "evaluations":
+            valid = _is_number
+        if not isinstance(values, list) or not all(map(valid, values)):
+            raise ValueError(f"{where}: curve's {name!r} should be a list of numbers")
     if len({len(row["curve"][name]) for name in CURVE}) > 1:
         raise ValueError(f"{where}: the lists of 'curve' should have the same length")
-
-
-def _is_measured(value: Any) -> bool:
-    return value is None or isinstance(value, float) or _is_number(value)
 
 
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 80 else text[:77] + "..."
-
-
-def _lines(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    same = {name: row.get(name) for name in COLUMNS if name not in CURVE}
-    same["versions"] = json.dumps(row.get("versions") or {}, sort_keys=True)
-    same["machine"] = str(row.get("machine") or "")
-    measurements = list(zip(*(row["curve"][name] for name in CURVE)))
-    for values in measurements or [(0, *[None] * (len(CURVE) - 1))]:
-        yield same | dict(zip(CURVE, values))
-
-
-def _typed(frame: pd.DataFrame) -> pd.DataFrame:
-    texts = ("workload", "method", "status", "versions", "machine")
-    kinds = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(texts, "str")
-    kinds |= {"default": "bool", "seed": "int64", "batch_size": "int64"}
-    return frame.astype(kinds)

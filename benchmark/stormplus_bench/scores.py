@@ -13,8 +13,6 @@ Neither a win nor a loss is a tie. A method that diverges in half of its runs or
 against one that does not.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
@@ -64,13 +62,10 @@ def gap_map(gaps: pd.DataFrame) -> pd.DataFrame:
 
 
 def wins_ties_losses(frame: pd.DataFrame, method: str, *, best_lr: bool = False) -> pd.DataFrame:
-    """Compare `method` with every other method, workload by workload.
+    """Return workload, rival and outcome ("win", "tie" or "loss" of `method`).
 
     Both are at their defaults, or at their best lr. Workloads that one of them did not run are
     left out, and with `best_lr` those that one of them ran at a single lr.
-
-    Returns:
-        Columns workload, rival and outcome ("win", "tie" or "loss" of `method`).
     """
     ends = finals.at(frame, best_lr=best_lr)
     mine, others = ends[ends["method"] == method], ends[ends["method"] != method]

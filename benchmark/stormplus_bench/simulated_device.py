@@ -21,7 +21,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from numbers import Number
 from types import FrameType
@@ -33,6 +33,7 @@ import torch._dynamo  # a dispatch mode imports it, and it must not see the stan
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 Arguments: TypeAlias = dict[str, Any]  # of a call, by name
 Events: TypeAlias = Mapping[str, int]  # how often a call launches, waits and copies
@@ -68,12 +69,10 @@ class SimulatedTensor(Tensor):
     is_meta = property(lambda self: self.device.type == "meta")
 
     @staticmethod
-    def __new__(
-        cls: type[SimulatedTensor], inner: Tensor, owner: SimulatedDevice
-    ) -> SimulatedTensor:
+    def __new__(cls: Any, inner: Tensor, owner: SimulatedDevice) -> SimulatedTensor:
         layout: Arguments = {"strides": inner.stride(), "storage_offset": inner.storage_offset()}
-        options: Arguments = {"dtype": inner.dtype, "device": META}
-        self: SimulatedTensor = Tensor._make_wrapper_subclass(cls, inner.shape, **layout, **options)
+        layout |= {"dtype": inner.dtype, "device": META}
+        self: SimulatedTensor = Tensor._make_wrapper_subclass(cls, inner.shape, **layout)
         self.on_cpu, self.owner = inner, owner
         return self
 
@@ -82,7 +81,7 @@ class SimulatedTensor(Tensor):
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Arguments | None = None
     ) -> Any:
         """Handle a call outside the `with` block."""
-        owner = next(t.owner for t in _leaves((args, kwargs)) if on_device(t))
+        owner = next(t.owner for t in tree_leaves((args, kwargs)) if on_device(t))
         return owner.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
@@ -138,9 +137,8 @@ class SimulatedDevice(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.device = META if type == "meta" else torch.device(type, 0)
         self.float64 = float64
-        self.where: Counter[tuple[str, str, str]] = (
-            Counter()
-        )  # by (line of the library, operation, event)
+        # By line of the library, operation and event.
+        self.where: Counter[tuple[str, str, str]] = Counter()
         self._on_exit = ExitStack()
 
     @property
@@ -186,7 +184,7 @@ class SimulatedDevice(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         name = func._schema.name.removeprefix("aten::")
-        tensors = [t for t in _leaves((args, kwargs)) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
         device = kwargs.get("device")
         creates_here = device in (META, self.device)
         if not creates_here and not any(map(on_device, tensors)):
@@ -196,7 +194,7 @@ class SimulatedDevice(TorchDispatchMode):
         kwargs.pop("pin_memory", None)
         if device is not None:
             kwargs["device"] = "cpu"
-        result = func(*_replace(args, value), **_replace(kwargs, value))
+        result = func(*tree_map_only(Tensor, value, args), **tree_map_only(Tensor, value, kwargs))
         if name.startswith("_foreach_") and name.endswith("_"):  # the kernels do this, not autograd
             for t in given["self"]:
                 if on_device(t) and not t.is_inference():
@@ -204,7 +202,7 @@ class SimulatedDevice(TorchDispatchMode):
         if device is not None and not creates_here:
             return result
         arguments = {id(value(t)): t for t in tensors}
-        return _replace(result, lambda t: self._wrap(name, t, arguments))
+        return tree_map_only(Tensor, lambda t: self._wrap(name, t, arguments), result)
 
     def _wrap(self, name: str, inner: Tensor, arguments: Mapping[int, Tensor]) -> Tensor:
         if id(inner) in arguments:  # a call that writes into an argument returns it
@@ -241,8 +239,6 @@ class SimulatedDevice(TorchDispatchMode):
             return self._foreach_events(name, given)
         if name == "_local_scalar_dense":
             return {"sync": 1}
-        if name == "segment_reduce" and not given.get("unsafe"):  # checks `lengths` with item()
-            return {"launch": 3, "sync": 2}
         waits = (
             name in SYNCS
             or (name.startswith("masked_fill") and on_device(given["value"]))  # value.item()
@@ -264,33 +260,10 @@ class SimulatedDevice(TorchDispatchMode):
         return events
 
 
-# torch.utils._pytree does the same, several times as slowly.
-def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield what is in nested lists, tuples and dictionaries."""
-    if isinstance(tree, (list, tuple)):
-        for branch in tree:
-            yield from _leaves(branch)
-    elif isinstance(tree, dict):
-        yield from _leaves(list(tree.values()))
-    else:
-        yield tree
-
-
-def _replace(tree: Any, replacement: Callable[[Tensor], Tensor]) -> Any:
-    """Return nested lists, tuples and dictionaries with other tensors."""
-    if isinstance(tree, Tensor):
-        return replacement(tree)
-    if isinstance(tree, (list, tuple)):
-        return type(tree)([_replace(branch, replacement) for branch in tree])
-    if isinstance(tree, dict):
-        return {key: _replace(branch, replacement) for key, branch in tree.items()}
-    return tree
-
-
 def _check_places(func: Any, name: str, given: Arguments) -> None:
     """Raise, as torch does, unless tensors on the CPU are 0-dimensional and only read."""
     for argument in func._schema.arguments:
-        tensors = [t for t in _leaves(given.get(argument.name)) if isinstance(t, Tensor)]
+        tensors = [t for t in tree_leaves(given.get(argument.name)) if isinstance(t, Tensor)]
         if name.startswith("_foreach_addc") and argument.name == "scalars":
             misplaced = any(map(on_device, tensors))  # one number per tensor, read by the host
         else:
@@ -336,7 +309,7 @@ def _takes_fast_route(  # noqa: PLR0911
         return False
     if operation in ("norm", "powsum") and given.get("ord", 2) not in (1, 2, float("inf")):
         return False
-    scalars: list[Any] = [s for s in _leaves(list(given.values())) if isinstance(s, Number)]
+    scalars: list[Any] = [s for s in tree_leaves(list(given.values())) if isinstance(s, Number)]
     if any(torch.result_type(first.on_cpu, s) != first.dtype for s in scalars):
         return False
     # A tensor operand must have the same dtype. One on the CPU becomes a number.

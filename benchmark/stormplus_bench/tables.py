@@ -1,7 +1,5 @@
 """The report's tables, as Markdown, HTML, LaTeX and JSON, and the pages that show them."""
 
-from __future__ import annotations
-
 import html
 import json
 import re
@@ -16,13 +14,13 @@ from stormplus_bench.methods import COMPARED, OURS, TIERS, ordered
 from stormplus_bench.profiles import performance_profile
 
 
-def number(value: float) -> str:
+def number(value: float, digits: int = 3) -> str:
     """Three digits; empty for nan."""
     if np.isnan(value):
         return ""
     if np.isinf(value):
         return "diverged"
-    return f"{value:,.0f}" if 100 <= abs(value) < 1e6 else f"{value:.3g}"
+    return f"{value:,.0f}" if 10**digits <= 10 * abs(value) < 1e7 else f"{value:.{digits}g}"
 
 
 def percent(value: float) -> str:
@@ -31,25 +29,24 @@ def percent(value: float) -> str:
         return ""
     if np.isinf(value):
         return "div."
-    if value == 0 or value > 999:
-        return ">999" if value else "0"
-    return "<0.1" if 0 < value < 0.095 else f"{value:.1f}" if value < 9.95 else f"{value:.0f}"
+    if value > 999:
+        return ">999"
+    if 0 < value < 0.095:
+        return "<0.1"
+    return f"{value:.1f}" if 0 < value < 9.95 else f"{value:.0f}"
 
 
-def one_decimal(value: float) -> str:
-    """An accuracy in per cent; empty for nan."""
-    return "" if np.isnan(value) else f"{value:.1f}"
+def fixed(decimals: int) -> Callable[[float], str]:
+    """Return a format with this number of decimals; empty for nan."""
+    return lambda value: "" if np.isnan(value) else f"{value:.{decimals}f}"
 
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the report.
+    """A table of the report; `name` is that of the block that it fills in a page.
 
-    Attributes:
-        name: Of the block that it fills in a page, see `fill`.
-        caption: One line that defines every column.
-        frame: Numbers and texts; the index is the first column. nan is an empty cell.
-        formats: By column, how to write its numbers; otherwise `number`.
+    The frame has numbers and texts; its index is the first column. `formats` says by column how
+    to write numbers; otherwise `number` does.
     """
 
     name: str
@@ -81,10 +78,9 @@ class Table:
 
     def latex(self) -> str:
         """Return the table in LaTeX, for the packages `booktabs` and `longtable`."""
-        caption = self.caption.replace("%", r"\%")
         cells = self.text().reset_index()
-        text = cells.to_latex(escape=True, index=False, caption=caption, label=f"tab:{self.name}")
-        return str(text)
+        options = {"caption": self.caption.replace("%", r"\%"), "label": f"tab:{self.name}"}
+        return str(cells.to_latex(escape=True, index=False, **options))
 
 
 def escape_markdown(text: str) -> str:
@@ -148,9 +144,7 @@ def _networks(frame: pd.DataFrame) -> pd.DataFrame:
 def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
     """Return the methods that people choose from, one line each, for README.
 
-    Args:
-        frame: The rows.
-        step_times: Time per step over that of Adam(fused=True), by method; may be empty.
+    `step_times` are times per step over that of Adam(fused=True), by method; they may be empty.
     """
     gaps, known = scores.gap(frame), [name for name in COMPARED if name in set(frame["method"])]
     table = pd.DataFrame.from_dict(
@@ -165,10 +159,10 @@ def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
         table[column], formats[column] = 100 * mean.reindex(known), percent
     accuracy = validation_table(_networks(frame)).frame.filter(like=", %")
     column = "validation accuracy, networks, %"
-    table[column], formats[column] = accuracy.mean(axis=1, skipna=False), one_decimal
+    table[column], formats[column] = accuracy.mean(axis=1, skipna=False), fixed(1)
     if step_times:
         table["step time / Adam(fused)"] = pd.Series(step_times, dtype=float).reindex(known)
-        formats["step time / Adam(fused)"] = lambda value: "" if np.isnan(value) else f"{value:.2g}"
+        formats["step time / Adam(fused)"] = lambda value: number(value, 2)
     caption = (
         "Gap at defaults (lower is better): the share of the achievable loss reduction that is "
         "missed without tuning, (loss - best) / (initial - best), mean over workloads, each at "
@@ -220,7 +214,7 @@ def scores_table(frame: pd.DataFrame) -> Table:
             "profile score, best lr": performance_profile(frame, best_lr=True).scores,
         }
     ).reindex(mean.index)
-    two = dict.fromkeys(table.columns[3:], lambda v: "" if np.isnan(v) else f"{v:.2f}")
+    two = dict.fromkeys(table.columns[3:], fixed(2))
     caption = (
         "Rank by the gap at defaults, among methods that ran on every workload; the gap's mean; "
         "the number of workloads; profile scores (higher is better, at most 1): the area under "
@@ -235,7 +229,7 @@ def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:
     for workload, part in ends.set_index("method").groupby("workload"):
         if part["valid_accuracy"].notna().any():
             columns[f"{workload}, %"] = 100 * part["valid_accuracy"]
-            formats[f"{workload}, %"] = one_decimal
+            formats[f"{workload}, %"] = fixed(1)
         else:
             columns[f"{workload}, loss"] = part["valid_loss"]
     table = pd.DataFrame(columns, index=pd.Index(ordered(ends["method"]), name="method"))

@@ -1,5 +1,6 @@
 """`stormplus compare` end to end: rows, resuming, interruption, bad input, the final table."""
 
+import contextlib
 import json
 import os
 import signal
@@ -16,7 +17,8 @@ from click.testing import CliRunner
 
 from stormplus_bench import rows
 from stormplus_bench.commands.compare import compare, losses_table, show
-from stormplus_bench.engine import RunsFailed, cause, execute
+from stormplus_bench.engine import execute
+from stormplus_bench.interrupts import RunsFailed
 from stormplus_bench.plan import FOLDER, BadSuite, make_plan, read_suite
 
 SUITE = {
@@ -49,12 +51,10 @@ def test_every_run_gives_a_row_and_is_not_repeated(tmp_path):
     }
     for row in found:
         curve = row["curve"]
-        assert curve["evaluations"][0] == 0
         assert row["default"] == ((row["method"], row["lr"]) == ("STORM+", 1.0))
         assert row["versions"]["torch"]
         if row["lr"] == 1e308:  # a result, not an error
-            assert row["status"] == "diverged"
-            assert curve["train_loss"][-1] is None
+            assert (row["status"], curve["train_loss"][-1]) == ("diverged", None)
             continue
         # Stopped by the budget, at each of the 13 checkpoints of 40 evaluations.
         assert row["status"] == "done"
@@ -92,7 +92,8 @@ def test_an_interruption_keeps_finished_runs(tmp_path, sign):
     output = child.communicate(timeout=60)[0]
     if sign == signal.SIGKILL:  # benchopt survives it
         for process in below:
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
     else:
         assert child.returncode == 130
         assert "repeat the command to continue" in output
@@ -104,41 +105,25 @@ def test_an_interruption_keeps_finished_runs(tmp_path, sign):
     assert len(rows.keys(journal)) == 14
 
 
-@pytest.mark.long
-def test_the_cause_of_a_failed_run_is_in_the_message(tmp_path):
-    solver = tmp_path / "solver.py"
-    solver.write_text("import torch\nname, rates, make = 'Mine', [1.0], torch.optim.LBFGS\n")
-    done = call(suite(tmp_path), "--solver", solver, "--alone", "--output", tmp_path / "out")
-    assert done.exit_code == 1
-    assert "2 of 2 runs failed, first Mine on logistic" in done.stderr
-    assert "TypeError: Mine: LBFGS.step needs a closure" in done.stderr
-    assert "two_gradients.py" in done.stderr
-
-
-def test_the_cause_is_the_first_error_or_the_last_lines(tmp_path):
-    log = tmp_path / "rows.log"
-    log.write_text("a\n\x1b[31mTraceback\x1b[0m\n  File x\nModuleNotFoundError: no submitit\nb\n")
-    assert cause(log) == "ModuleNotFoundError: no submitit"
-    log.write_text("Error: bad option\n")
-    assert cause(log) == "Error: bad option"
-    log.write_text("killed\n")
-    assert cause(log) == "killed"
-
-
-def test_runs_without_a_row_are_an_error(tmp_path, monkeypatch):
-    plan = make_plan(SUITE)
-    monkeypatch.setattr("stormplus_bench.engine.sys.executable", "/bin/false")
-    with pytest.raises(RunsFailed, match=r"8 of 8 runs failed, first STORM\+"):
-        execute(plan, tmp_path / "rows.jsonl")
-
-
-def test_a_broken_journal_is_named_and_left_alone(tmp_path):
-    journal, text = tmp_path / "rows.jsonl", '{"format": "stormplus-rows", "version": 99}\n'
-    journal.write_text(text)
-    done = call(suite(tmp_path), "--output", tmp_path)
-    assert done.exit_code == 1
-    assert "rows.jsonl" in done.output
-    assert journal.read_text() == text
+@pytest.mark.parametrize(
+    ("output", "found"),
+    [
+        (
+            "a\n\x1b[31mTraceback\x1b[0m\n  File x\nModuleNotFoundError: no submitit\nb",
+            "no submitit",
+        ),
+        ("killed", "killed"),
+    ],
+)
+def test_runs_without_a_row_are_an_error_with_benchopts_message(
+    tmp_path, monkeypatch, output, found
+):
+    program = tmp_path / "program"
+    program.write_text(f"#!/bin/sh\nprintf '{output}'\n")
+    program.chmod(0o755)
+    monkeypatch.setattr("stormplus_bench.engine.sys.executable", str(program))
+    with pytest.raises(RunsFailed, match=rf"8 of 8 runs failed, first STORM\+ on .*\n.*{found}\n"):
+        execute(make_plan(SUITE), tmp_path / "rows.jsonl")
 
 
 def test_a_dry_run_runs_nothing_and_a_method_can_be_chosen(tmp_path):
@@ -154,13 +139,10 @@ def test_a_dry_run_runs_nothing_and_a_method_can_be_chosen(tmp_path):
 
 def test_missing_data_is_skipped_with_the_reason(tmp_path, monkeypatch):
     monkeypatch.setenv("STORMPLUS_DATA", str(tmp_path / "none"))
-    plan = make_plan(SUITE | {"dataset": ["mnist", "shakespeare"]})
-    assert plan.runs == []
-    assert len(plan.skipped) == 3
-    assert all("`stormplus data " in reason for reason in plan.skipped.values())
-    done = call(suite(tmp_path, dataset=["mnist"]), "--output", tmp_path)
+    done = call(suite(tmp_path, dataset=["mnist", "shakespeare"]), "--output", tmp_path)
     assert done.exit_code == 1
-    assert "nothing to run" in done.output
+    assert done.stderr.count("run `stormplus data ") == 3
+    assert "nothing to run" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -171,7 +153,6 @@ def test_missing_data_is_skipped_with_the_reason(tmp_path, monkeypatch):
         ("dataset: [smooth]", "keys"),
         ("{dataset: [smooth], solver: [sgd], timeout: 3}", "timeout would be ignored"),
         ("{dataset: [smooth], solver: }", "solver should be a list that is not empty, got None"),
-        ("[" * 10_000, "nested too deeply"),
     ],
 )
 def test_a_bad_suite_is_explained(tmp_path, text, message):
@@ -201,7 +182,7 @@ def test_the_suite_of_smooth_problems_is_complete():
     plan = make_plan(read_suite("smooth"))
     # 7 workloads, 3 seeds, 8 rates, 19 methods; two defaults are off the grid; one has no rate.
     assert len(plan.runs) == 7 * 3 * (8 * 19 + 2 + 1)
-    assert len({run.key for run in plan.runs}) == len(plan.runs)
+    assert len(set(plan.runs)) == len(plan.runs)
 
 
 @pytest.mark.long
@@ -230,7 +211,7 @@ def test_two_dask_workers_give_the_rows_of_a_sequential_run(tmp_path):
     assert frames[0].reset_index(drop=True).equals(frames[1].reset_index(drop=True))
 
 
-def test_a_few_workloads_are_shown_by_their_losses(capsys):
+def test_a_few_workloads_are_shown_by_losses_and_many_by_scores(capsys):
     table = losses_table(frame_of(hand_made())).set_index(["workload", "method"])
     assert table.loc["a", "SGD"].to_list() == [4, 0.5, 1]
     renamed = [row | {"method": "Untuned"} for row in hand_made() if row["method"] == "SGD"]
@@ -238,11 +219,7 @@ def test_a_few_workloads_are_shown_by_their_losses(capsys):
     for style, part in (("text", "diverged"), ("json", '"method":"SGD"'), ("latex", "\\toprule")):
         show(frame_of(hand_made()), style)
         assert part in capsys.readouterr().out
-
-
-def test_many_workloads_are_shown_by_scores(capsys):
-    names = [(f"workload-{k}", method) for k in range(12) for method in ("STORM+", "SGD momentum")]
-    show(frame_of(make_row([2, 1, 0.9], workload=w, method=m) for w, m in names))
+    show(frame_of(make_row([2, 1, 0.9], workload=f"workload-{k}") for k in range(12)))
     shown = capsys.readouterr().out
     assert "workload-3" not in shown
-    assert "SGD momentum" in shown
+    assert "SGD" in shown

@@ -1,6 +1,7 @@
-"""The tier `long`: its workloads, its methods, and what is held out."""
+"""The tier `long`: its workloads and methods; committed pages that scripts fill from rows."""
 
 import importlib.util
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,12 +11,12 @@ from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.methods import METHODS, TIERS
 from stormplus_bench.plan import FOLDER, read_suite
-from stormplus_bench.train import catalogue, long
+from stormplus_bench.train import catalogue, long, networks
 from stormplus_bench.train.training import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-HELD_OUT = {"vit-cifar10", "lora-cifar10"}
+NEW = ["adamw-linear", "adamw-average", "mars-approximate", "mars", "muon"]
 
 
 @pytest.fixture
@@ -36,8 +37,8 @@ def small(monkeypatch):
     long._trained.cache_clear()
 
 
-def methods():
-    found = Benchmark(FOLDER, no_cache=True).check_solver_patterns(read_suite("long")["solver"])
+def methods(names):
+    found = Benchmark(FOLDER, no_cache=True).check_solver_patterns(names)
     return [solver for solver, _ in _list_parametrized_classes(*found)]
 
 
@@ -46,26 +47,52 @@ def test_the_held_out_workloads_have_the_methods_of_the_others_and_are_not_among
     assert suites[0]["solver"] == suites[1]["solver"]
     assert suites[0]["objective"] == suites[1]["objective"]
     names = [set(suite["dataset"][0]["long"]["workload"]) for suite in suites]
-    assert names[1] == HELD_OUT
+    assert names[1] == {"vit-cifar10", "lora-cifar10"}
     assert not names[0] & names[1]
     assert names[0] | names[1] == set(long.LONG)
-    path = FOLDER / "configs" / "long.yml"
-    assert {solver.method for solver in methods()} <= set(METHODS)
-    comment = next(line for line in path.read_text().splitlines() if "HELD OUT" in line)
-    assert all(name in comment for name in HELD_OUT)
+    assert {s.method for s in methods([*suites[0]["solver"], *NEW])} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_a_method_learns_digits(name):
+    workload = catalogue.digits("mlp")
+    workload.budget = 200
+    (solver,) = methods([name])
+    assert solver.reason_to_skip(workload) is None
+    run = Training(workload, partial(solver.stepper, lr=solver.rate), 0).finish()
+    assert run.curve["train_loss"][-1] < 0.7 * run.curve["train_loss"][0]
+    assert run.stepper.state_mb > 0
+
+
+@pytest.mark.parametrize("name", ["mars-approximate", "muon"])
+def test_a_method_for_matrices_skips_a_model_without_one(name):
+    (solver,) = methods([name])
+    assert "no" in solver.reason_to_skip(catalogue.nmf())
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_convolution_of_tiny_images_equals_torchs(size, stride):
+    layer, x = networks.Conv3x3(3, 5, stride), torch.randn(4, 3, size, size)
+    expected = torch.nn.functional.conv2d(x, layer.weight, stride=stride, padding=1)
+    torch.testing.assert_close(layer(x), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_resnet34_has_the_size_of_its_paper():
+    assert sum(p.numel() for p in networks.resnet34(1000).parameters()) == 21_797_672
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small")
 def test_every_method_trains_what_is_to_be_trained_and_nothing_else():
     """On low-rank changes with BatchNorm: most weights have no gradient."""
-    workload = long.lora()
+    workload = long.LONG["lora-cifar10"]()
     workload.budget = 4
-    assert len(methods()) == 17
-    assert {long.vit().name, long.lora().name, long.finetune().name} <= set(TIERS["long"])
-    for solver in methods():
-        lr = solver.default_lr if solver.lr is None else solver.lr
-        run = Training(workload, lambda t, s=solver, lr=lr: s.stepper(t, lr), 0)
+    solvers = methods([*read_suite("long")["solver"], *NEW])
+    assert len(solvers) == 17 + len(NEW)
+    assert {long.LONG[n]().name for n in ("vit-cifar10", "finetune-cifar10")} <= {*TIERS["long"]}
+    for solver in solvers:
+        run = Training(workload, partial(solver.stepper, lr=solver.rate), 0)
         before = {name: p.detach().clone() for name, p in run.model.named_parameters()}
         run.advance(4)
         assert run.status == "done", solver.method
@@ -80,14 +107,15 @@ def test_every_method_trains_what_is_to_be_trained_and_nothing_else():
 
 @pytest.mark.usefixtures("small")
 def test_fine_tuning_starts_from_what_the_first_half_has_taught():
-    tuned, changed = long.finetune(), long.lora()
+    tuned, changed = long.LONG["finetune-cifar10"](), long.LONG["lora-cifar10"]()
     models = [workload.model(1).eval() for workload in (tuned, changed)]
     body = long._trained()[:-1].eval()
-    x = catalogue.standard(tuned.train[0][:4])
+    inputs, targets = tuned.train.tensors
+    x = catalogue.standard(inputs[:4])
     for model in models:  # B = 0: the changes begin at nothing
         torch.testing.assert_close(model[:-1](x), body(x))
-    assert set(tuned.train[1].tolist()) == set(range(5))
-    assert len(tuned.train[0]) == 200
+    assert set(targets.tolist()) == set(range(5))
+    assert len(inputs) == 200
     assert all(p.requires_grad for p in models[0].parameters())
     with torch.no_grad():  # every run has a copy of its own
         models[0][0].weight.zero_()
@@ -96,74 +124,65 @@ def test_fine_tuning_starts_from_what_the_first_half_has_taught():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("small")
-def test_long_runs_are_measured_seven_times_and_learn():
-    for name in ("resnet-cifar10", "finetune-cifar10"):
-        workload = long.LONG[name]()
-        assert len(workload.checkpoints) == 7
-        assert workload.budget in workload.checkpoints
-        workload.budget = 30
-        solver = methods()[0]
-        run = Training(workload, lambda t, s=solver: s.stepper(t, 1.0), 0)
-        first = run.record()["train_loss"]
-        run.advance(30)
-        assert run.record()["train_loss"] < first
+@pytest.mark.parametrize("name", ["resnet-cifar10", "finetune-cifar10"])
+def test_long_runs_are_measured_seven_times_and_learn(name):
+    workload = long.LONG[name]()
+    assert len(workload.checkpoints) == 7
+    workload.budget = 30
+    run = Training(workload, partial(methods(["untuned"])[0].stepper, lr=1.0), 0).finish()
+    losses = run.curve["train_loss"]
+    assert losses[-1] < losses[0]
 
 
 def test_crops_and_flips_move_and_mirror_and_nothing_more():
-    # A picture whose pixels tell their place: 1 + row + 32 column is at most 1024.
-    place = 1 + torch.arange(32)[:, None] + 32 * torch.arange(32)
+    # Every pixel has its own value: 1 + row + 32 column. A changed picture is one of 9 x 9 shifts
+    # of the padded picture, mirrored or not.
+    place = (1 + torch.arange(32)[:, None] + 32 * torch.arange(32)).expand(3, 32, 32)
+    padded = torch.nn.functional.pad(place, (4, 4, 4, 4))
+    shifts = [padded[:, i : i + 32, j : j + 32] for i in range(9) for j in range(9)]
+    possible = {tuple(s.flatten().tolist()): k for k, s in enumerate(shifts)}
+    possible |= {tuple(s.flip(2).flatten().tolist()): 81 + k for k, s in enumerate(shifts)}
     images = place.expand(200, 3, 32, 32)
-    changed = long.crops_and_flips(images, torch.Generator().manual_seed(0))
-    again = long.crops_and_flips(images, torch.Generator().manual_seed(0))
+    changed, again = (
+        long.crops_and_flips(images, torch.Generator().manual_seed(0)) for _ in range(2)
+    )
     assert torch.equal(changed, again)
-    assert changed.shape == images.shape
-    seen = set()
-    for image in changed:
-        assert torch.equal(image[0], image[2])
-        rows, columns = (image[0] - 1) % 32, (image[0] - 1) // 32
-        middle = slice(8, 24)  # never at the black edge
-        down = (rows - torch.arange(32)[:, None])[middle, middle].unique()
-        straight = (columns - torch.arange(32))[middle, middle].unique()
-        mirrored = (columns + torch.arange(32) - 31)[middle, middle].unique()
-        assert len(down) == 1
-        assert (len(straight) == 1) != (len(mirrored) == 1)
-        across = straight if len(straight) == 1 else mirrored
-        assert abs(int(down)) <= 4
-        assert abs(int(across)) <= 4
-        seen.add((int(down), len(straight) == 1))
-    assert len(seen) == 18  # nine rows, mirrored or not
+    seen = {possible[tuple(image.flatten().tolist())] for image in changed}
+    assert len(seen) > 80  # of 162
 
 
-@pytest.fixture
-def script():
-    path = ROOT / "benchmark" / "scripts" / "long.py"
-    spec = importlib.util.spec_from_file_location("long_table", path)
+def script(path):
+    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-def test_each_method_is_at_its_best_rate_in_the_tables(script):
+def test_each_method_is_at_its_best_rate_in_the_tables():
+    ends = [
+        ("Adam", 0.1, 0, 1),
+        ("Adam", 1.0, 0, 3),
+        ("Untuned", 1.0, 0, 2),
+        ("Untuned", 1.0, 1, 4),
+    ]
     same = {"workload": "finetune-cifar10"}
-    frame = frame_of(
-        [
-            make_row([5, 1], method="Adam", lr=0.1, **same),
-            make_row([5, 3], method="Adam", lr=1.0, **same),
-            make_row([5, 2], method="Untuned", lr=1.0, seed=0, **same),
-            make_row([5, 4], method="Untuned", lr=1.0, seed=1, **same),
-        ]
-    )
-    found = script.tables_of(frame)
-    assert "| Untuned | 50 | 50 |" in found["long"]  # ends at 3 on average, of 5 -> 1
-    assert "| Adam | 1 |" in found["long-validation"]  # the validation loss is the training loss
+    found = [make_row([5, end], method=m, lr=lr, seed=s, **same) for m, lr, s, end in ends]
+    tables = script("benchmark/scripts/long.py").tables_of(frame_of(found))
+    assert "| Untuned | 50 | 50 |" in tables["long"]  # ends at 3 on average, of 5 -> 1
+    assert "| Adam | 1 |" in tables["long-validation"]  # the validation loss is the training loss
 
 
 @pytest.mark.long
-def test_the_page_says_what_the_rows_say(script, tmp_path, monkeypatch):
-    """The committed tables are those that `make long` writes."""
+@pytest.mark.parametrize(
+    ("path", "arguments"), [("benchmark/scripts/long.py", [[]]), ("research/untuned_study.py", [])]
+)
+def test_a_page_says_what_the_rows_say(path, arguments, tmp_path, monkeypatch):
+    """The committed tables are those that `make long` and `make untuned` write."""
     monkeypatch.chdir(ROOT)
-    page = script.PAGE.read_text()
-    monkeypatch.setattr(script, "PAGE", tmp_path / "benchmark.md")
-    script.PAGE.write_text(page)
-    script.main([])
-    assert script.PAGE.read_text() == page
+    module = script(path)
+    page = module.PAGE.read_text()
+    for name in {"PAGE", "FIGURE"} & set(vars(module)):
+        monkeypatch.setattr(module, name, tmp_path / getattr(module, name).name)
+    module.PAGE.write_text(page)
+    module.main(*arguments)
+    assert module.PAGE.read_text() == page

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from stormplus import StormPlus, Untuned
-from stormplus_bench import Comparison, compare, own, rows
+from stormplus_bench import compare, own, rows
 from stormplus_bench.commands.compare import compare as command
 from stormplus_bench.engine import execute
 from stormplus_bench.plan import make_plan, with_own
@@ -21,14 +21,7 @@ from stormplus_bench.train.training import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SOLVER = """
-import torch
-
-name, rates = "Mine", [2e-3, 1e-2]
-
-def make(parameters, lr):
-    return torch.optim.NAdam(parameters, lr)
-"""
+SOLVER = (own.TEMPLATES / "solver.py").read_text()
 WORKLOAD = """
 from torch import nn
 
@@ -82,9 +75,9 @@ def end_of(workload, make=sgd):
 
 
 def test_a_dict_of_optimizers_gives_a_table_a_figure_and_rows(tmp_path):
-    methods = {"mine": sgd, "<b>": (sgd, [0.01, 0.2]), "STORM+": StormPlus}
-    found = compare(methods, workload=line(valid=line()["data"]), seeds=2, progress=False)
-    assert isinstance(found, Comparison)
+    methods = {"mine": sgd, "<b>": (sgd, np.array([0.01, 0.2])), "STORM+": StormPlus}
+    two = np.int64(2)
+    found = compare(methods, workload=line(valid=line()["data"]), seeds=two, progress=False)
     assert found.table.loc["<b>", "lr"] == 0.2
     assert found.table["seeds"].to_list() == [2, 2, 2]
     assert found.table["training loss"].is_monotonic_increasing
@@ -100,7 +93,6 @@ def test_a_dict_of_optimizers_gives_a_table_a_figure_and_rows(tmp_path):
     page = found._repr_html_()
     assert "&lt;b&gt;" in page
     assert "<b>" not in page
-    assert "image/png" in page
     assert "mine" in repr(found)
     journal = found.save(tmp_path / "new" / "rows.jsonl")
     assert len(rows.keys(journal)) == 2 * 4
@@ -154,7 +146,7 @@ def test_kinds_of_data_and_of_models_give_the_same_runs():
         ({"loss": 3}, "yours: loss should be a function, got 3"),
         ({"data": (torch.ones(3), torch.ones(2))}, r"data: lengths differ, \[3, 2\]"),
         ({"data": ()}, "data is empty"),
-        ({"data": {"x": torch.ones(3)}}, r"data should be \(inputs, targets\)"),
+        ({"data": {"x": 3}}, r"data should be \(inputs, targets\)"),
         ({"data": DataLoader(TensorDataset(torch.ones(3)))}, "not its DataLoader"),
         ({"batchsize": 3}, "a workload has no batchsize; it has name, model, loss"),
     ],
@@ -183,12 +175,6 @@ def test_a_wrong_method_is_explained(methods, seeds, message):
         compare(methods, workload=line(), seeds=seeds, progress=False)
 
 
-def test_rates_and_seeds_of_numpy_can_be_saved(tmp_path):
-    rates = np.logspace(-2, -1, 2)
-    found = compare({"a": (sgd, rates)}, workload=line(), seeds=np.int64(2), progress=False)
-    assert len(rows.load(found.save(tmp_path / "rows.jsonl"))["seed"].unique()) == 2
-
-
 @pytest.mark.parametrize("error", [OSError, KeyboardInterrupt])
 def test_a_method_that_raises_keeps_the_other_runs(error):
     class Breaks(torch.optim.SGD):
@@ -215,11 +201,9 @@ def test_every_kind_of_optimizer_gets_its_stepper():
 
 def test_the_template_with_two_gradients_counts_them():
     method = own.read_method(str(own.TEMPLATES / "two_gradients.py"))
-    training = Training(own.workload_of(line()), lambda run: method.stepper(run, 0.1), 0)
-    first = training.record()["train_loss"]
-    training.advance(30)
+    training = Training(own.workload_of(line()), lambda run: method.stepper(run, 0.1), 0).finish()
     assert (training.evaluations, training.samples) == (30, 15)
-    assert training.record()["train_loss"] < first
+    assert training.curve["train_loss"][-1] < training.curve["train_loss"][0]
 
 
 def call(*arguments):
@@ -248,11 +232,9 @@ def test_files_join_a_suite(files):
     [
         ("mine", "rates = [1]", "name should be a text of one line, got None"),
         ("mine", "name = 'Adam'", "Adam is a method of the benchmark"),
-        ("mine", "name = 'a'", "make should be a function, got None"),
         ("mine", "name, make = 'a', print", "rates should be a list of numbers, got None"),
         ("mine", "x = 1\n1 / 0", "line 2: ZeroDivisionError: division by zero"),
         ("mine", "x = (", "line 1: SyntaxError"),
-        ("mine", "import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
         ("lines", "budget = 3", "a workload needs model, loss, data"),
         ("lines", WORKLOAD + "budget = 'a'", "budget should be a positive int, got 'a'"),
         ("lines", WORKLOAD + "name = 'nmf'", "nmf is a workload of the benchmark"),
@@ -280,10 +262,8 @@ def test_workers_read_the_files(files, tmp_path, config):
         ("Mine", 0.01, False),
         ("SGD", 0.1, False),
     ]
-    task, method = (
-        own.read_workload(str(files / "lines.py")),
-        own.read_method(str(files / "mine.py")),
-    )
+    task = own.read_workload(str(files / "lines.py"))
+    method = own.read_method(str(files / "mine.py"))
     same = compare({"Mine": (method.make, method.rates)}, workload=task, progress=False)
     curves = [
         {row["lr"]: row["curve"]["train_loss"] for row in part if row["method"] == "Mine"}

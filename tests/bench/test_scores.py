@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pandas as pd
 import pytest
 from bench_rows import frame_of, hand_made, make_row, swept
@@ -31,11 +30,7 @@ def test_finals_are_medians_over_seeds_with_their_spread(frame):
     # One of Adam's two runs on b diverged: half of the runs is too many.
     assert lookup(table, columns, workload="b", method="Adam") == [INF, 0.5, INF, 2, 1]
     assert lookup(table, "grad_norm", workload="b", method="Adam") == INF
-    table["loss"] = 0  # of a copy
-    assert (finals.per_rate(frame)["loss"] > 0).all()
-
-
-def test_a_minority_that_diverges_does_not_decide():
+    # A minority that diverges does not decide.
     found = [make_row([4, 2], seed=0), make_row([4, 3], seed=1)]
     frame = frame_of([*found, make_row([4], seed=2, status="diverged")])
     assert finals.per_rate(frame)["loss"].item() == 3  # median(2, 3, inf)
@@ -148,22 +143,22 @@ def test_results_have_a_line_for_each_workload_and_method(frame):
 
 
 @pytest.mark.parametrize(
-    ("ours", "theirs"),
+    ("ours", "theirs", "status"),
     [
-        *(([5], [5]), ([], []), ([1, 0], [1, 0]), ([1, 3], [1, 2]), ([1], [1])),
-        *(([1e20, 0], [1e20, 1e-20]), ([None, None], [None, None]), ([2, 1], None)),
+        ([5], [5], "diverged"),
+        ([], [], "diverged"),
+        ([1, 0], [1, 0], "done"),
+        ([1, 3], [1, 2], "done"),
+        ([1e20, 0], [1e20, 1e-20], "done"),
+        ([None, None], [None, None], "done"),
     ],
-    ids=["diverged", "no curve", "zero", "worse", "short", "extremes", "nothing", "alone"],
 )
-def test_odd_rows_have_scores_too(ours, theirs, request):
-    status = "diverged" if "diverged" in request.node.name or not ours else "done"
-    found = [make_row(ours, method="STORM+", status=status)]
-    found += [make_row(theirs, status=status)] if theirs is not None else []
-    frame = frame_of(found)
+def test_odd_rows_have_scores_too(ours, theirs, status):
+    frame = frame_of([make_row(ours, method="STORM+", status=status), make_row(theirs)])
     assert not (scores.gap(frame)["gap"] < 0).any()
     assert profiles.performance_profile(frame).scores.between(0, 1).all()
     assert set(scores.wins_ties_losses(frame, "STORM+")["outcome"]) <= {"win", "tie", "loss"}
-    assert len(scores.results(frame)) == len(found)
+    assert len(scores.results(frame)) == 2
 
 
 def test_curves_are_medians_and_diverged_runs_stay_infinite(frame):
@@ -202,11 +197,8 @@ def test_performance_profile_at_the_best_lr():
     # a: SGD at lr 1 reaches 2 at 50, STORM+ at 75: r = 1.5.
     assert profile.ratios.loc["STORM+"].to_list() == [1.5, INF]
     assert profile.rho.loc["STORM+"].to_dict() == {1.0: 0, 1.5: 0.5, 4.0: 0.5}
-    # The area under the staircase, here on a fine grid.
-    taus = np.linspace(1, 4, 30_001)
-    area = np.mean((profile.ratios.loc["STORM+"].to_numpy()[:, None] <= taus).mean(axis=0))
-    assert profile.scores["STORM+"] == pytest.approx(area, abs=1e-4)
-    assert profile.scores["SGD"] == 1
+    # The area under the staircase: half of the workloads from 1.5 to 4, of 1 to 4.
+    assert profile.scores.to_dict() == pytest.approx({"SGD": 1, "STORM+": 2.5 / 6, "Adam": 0})
 
 
 def test_at_the_best_lr_methods_with_one_lr_are_left_out_of_the_profile(frame):

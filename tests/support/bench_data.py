@@ -6,7 +6,6 @@ import http.server
 import io
 import struct
 import tarfile
-from dataclasses import replace
 
 import numpy as np
 
@@ -39,8 +38,7 @@ def idx(array):
 
 def mnist_arrays():
     """The contents of the four files by name."""
-    rng = np.random.default_rng(0)
-    arrays = {}
+    rng, arrays = np.random.default_rng(0), {}
     for split, n in MNIST.items():
         arrays[f"{split}-images-idx3-ubyte"] = rng.integers(0, 256, (n, 28, 28), np.uint8)
         arrays[f"{split}-labels-idx1-ubyte"] = rng.integers(0, 10, n, np.uint8)
@@ -69,26 +67,20 @@ class Server(http.server.ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.content, self.spoil, self.requests = released(), {}, []
         for name, remotes in data.REMOTES.items():
-            monkeypatch.setitem(data.REMOTES, name, tuple(map(self._local, remotes)))
+            monkeypatch.setitem(data.REMOTES, name, [self._local(*r) for r in remotes])
 
-    def _local(self, remote):
-        algorithm, name = remote.checksum.partition(":")[0], remote.url.rpartition("/")[2]
+    def _local(self, url, path, checksum):
+        algorithm, name = checksum.partition(":")[0], url.rpartition("/")[2]
         digest = hashlib.new(algorithm, self.content[name]).hexdigest()
-        url = f"http://127.0.0.1:{self.server_port}/{name}"
-        return replace(remote, url=url, checksum=f"{algorithm}:{digest}")
+        return f"http://127.0.0.1:{self.server_port}/{name}", path, f"{algorithm}:{digest}"
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
-    server: Server
-
     def do_GET(self):
         name = self.path.rpartition("/")[2]
         self.server.requests.append(name)
         content, spoil = self.server.content[name], self.server.spoil.get(name)
-        if spoil == "gone":
-            self.send_error(404)
-            return
-        self.send_response(200)
+        self.send_response(404 if spoil == "gone" else 200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
         sent = {"cut": content[: len(content) // 2], "other": b"?" * len(content)}

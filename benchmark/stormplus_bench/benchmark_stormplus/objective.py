@@ -4,8 +4,6 @@ Only the budget stops a run: benchopt's default criterion would cut noisy runs s
 diverges is a result, not an error.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any
 
@@ -42,19 +40,9 @@ class Objective(BaseObjective):
 
     def evaluate_result(self, training: Any, run: dict[str, Any]) -> dict[str, Any]:
         measured = training.record()
-        return {
-            "value": measured["train_loss"],
-            **{name: value for name, value in measured.items() if name != "train_loss"},
-            **run,
-            "status": training.status,
-            "seed": self.seed,
-            "workload": self.workload.name,
-            "budget": self.workload.budget,
-            "batch_size": self.workload.batch_size,
-            "measured": self.workload.measured,
-            "peak_memory_mb": training.peak_memory_mb,
-            "state_mb": training.stepper.state_mb,
-        }
+        row = row_of(training, run)
+        about = {name: row[name] for name in row if name not in ("curve", "versions", "machine")}
+        return {"value": measured.pop("train_loss"), **measured, **about}
 
     def save_final_results(self, training: Any, run: dict[str, Any]) -> None:
         """Append the run's row to the journal, if there is one."""

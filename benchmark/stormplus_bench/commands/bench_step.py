@@ -4,16 +4,13 @@ Every round times each method once, in random order; ratios are medians over the
 of the machine's speed affects all methods alike.
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import random
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import click
@@ -22,11 +19,11 @@ from torch import Tensor, nn
 
 from stormplus import StormPlus, Untuned
 from stormplus_bench.launches import device_counts
-from stormplus_bench.memory import ELEMENTS, TENSORS, peak, state_bytes
-from stormplus_bench.train.networks import resnet34
+from stormplus_bench.memory import ELEMENTS, TENSORS, peak, size_mb, state_mb, take_step
+from stormplus_bench.train.networks import perceptron, resnet34
 
-Step = Callable[[], object]
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
+BF16 = torch.bfloat16
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "StormPlus (default)": partial(StormPlus, lr=1e-6),
     "StormPlus (check_finite=False)": partial(StormPlus, lr=1e-6, check_finite=False),
@@ -46,54 +43,55 @@ def parameters(shapes: list[torch.Size]) -> list[nn.Parameter]:
     return params
 
 
-def small_perceptron() -> nn.Module:
-    """8 tensors, 37,000 weights: a step costs Python, not memory."""
-    widths = (64, 128, 128, 88, 10)
-    return nn.Sequential(*(nn.Linear(a, b) for a, b in pairwise(widths)))
+def seconds(step: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    step()
+    return time.perf_counter() - start
 
 
-def step_of(opt: torch.optim.Optimizer) -> Step:
-    """Return the work of one step with gradients that are already there."""
-    if not isinstance(opt, StormPlus):
-        return opt.step
-    opt.estimate()
+def times_of(
+    optimizers: Mapping[str, Any], params: list[nn.Parameter], rounds: int
+) -> dict[str, list[float]]:
+    """Return the seconds of each optimizer's steps, one per round."""
+    times: dict[str, list[float]] = {label: [] for label in optimizers}
+    order, gradients = random.Random(0), [p.grad for p in params if p.grad is not None]
+    for _ in range(rounds):
+        for label in order.sample(list(times), len(times)):
+            for g in gradients:
+                g.mul_(1.0)  # gradients are in the cache, as after a backward pass
+            times[label].append(seconds(partial(take_step, optimizers[label])))
+    return times
 
-    def pair() -> None:
-        opt.move()
-        opt.estimate()
 
-    return pair
+def median_ratio(times: list[float], others: list[float]) -> float:
+    return median(a / b for a, b in zip(times, others))
 
 
 def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
     """Print times of a step, ratios to Adam's, and sizes of the state."""
     params = parameters(shapes)
-    size = sum(p.numel() * p.element_size() for p in params)
+    size = size_mb(params)
     optimizers = {label: make(params) for label, make in OPTIMIZERS.items()}
-    runs = {label: step_of(opt) for label, opt in optimizers.items()}
-    first_call = {label: _seconds(run) for label, run in runs.items()}
-    times: dict[str, list[float]] = {label: [] for label in runs}
-    # Gradients are in the cache, as after a backward pass. Short steps are timed more often.
-    order, gradients = random.Random(0), [p.grad for p in params if p.grad is not None]
-    again = _seconds(runs["Adam(fused=True)"])
-    for _ in range(max(rounds, min(500, round(0.01 * rounds / again)))):
-        for label in order.sample(list(runs), len(runs)):
-            for g in gradients:
-                g.mul_(1.0)
-            times[label].append(_seconds(runs[label]))
-
-    def ratio(label: str, other: str) -> float:
-        return statistics.median(a / b for a, b in zip(times[label], times[other]))
-
-    click.echo(f"\n{name}: {size / 4e6:.3g} M parameters in {len(shapes)} tensors")
+    first_call = {}
+    for label, opt in optimizers.items():
+        if isinstance(opt, StormPlus):
+            opt.estimate()  # the first sample
+        first_call[label] = seconds(partial(take_step, opt))
+    again = seconds(optimizers["Adam(fused=True)"].step)
+    many = min(500, round(0.01 * rounds / again))  # short steps are timed more often
+    times = times_of(optimizers, params, max(rounds, many))
+    weights = sum(p.numel() for p in params) / 1e6
+    click.echo(f"\n{name}: {weights:.3g} M parameters in {len(params)} tensors")
     heads = f"{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>18s}{'first call':>12s}"
     click.echo(" " * 38 + heads)
     for label, opt in optimizers.items():
-        held = state_bytes(opt)
+        ratios = [
+            median_ratio(times[label], times[f"Adam({k}=True)"]) for k in ("foreach", "fused")
+        ]
         click.echo(
-            f"{label:38s}{1e3 * statistics.median(times[label]):8.3g}"
-            f"{ratio(label, 'Adam(foreach=True)'):10.2f}x{ratio(label, 'Adam(fused=True)'):8.2f}x"
-            f"{f'{held / 1e6:.1f} MB, {held / size:.3f}x':>18s}{first_call[label]:10.2f} s"
+            f"{label:38s}{1e3 * median(times[label]):8.3g}{ratios[0]:10.2f}x{ratios[1]:8.2f}x"
+            f"{f'{state_mb(opt):.1f} MB, {state_mb(opt) / size:.3f}x':>18s}"
+            f"{first_call[label]:10.2f} s"
         )
 
 
@@ -101,14 +99,11 @@ def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
     """Print what frozen parameters add to a step."""
     click.echo(f"\n{frozen:,} frozen parameters and 4 trainable ones: step with them / without")
     for label in ("StormPlus (default)", "Untuned (one gradient)", "SGD(momentum=0.9)"):
-        steps = {}
-        for count in (0, frozen):
-            still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(count)]
-            trained = parameters([torch.Size([16])] * 4)
-            steps[count] = step_of(OPTIMIZERS[label]([*trained, *still]))
-            steps[count]()
-        ratios = [_seconds(steps[frozen]) / _seconds(steps[0]) for _ in range(rounds)]
-        click.echo(f"  {label:24s}{statistics.median(ratios):6.2f}x")
+        trained = parameters([torch.Size([16])] * 4)
+        still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(frozen)]
+        make = OPTIMIZERS[label]
+        times = times_of({"with": make([*trained, *still]), "without": make(trained)}, [], rounds)
+        click.echo(f"  {label:24s}{median_ratio(times['with'], times['without']):6.2f}x")
 
 
 def peaks() -> None:
@@ -119,14 +114,11 @@ def peaks() -> None:
         f"\n{TENSORS * ELEMENTS / 1e6:.0f} M parameters in {TENSORS} tensors: peak memory beyond "
         "parameters, gradients and state, in sizes of the model"
     )
-    decay = {"weight_decay": 0.1}
-    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
-        *((StormPlus, options | more) for options in ({}, {"foreach": False}, {"foreach": True})
-          for more in ({}, decay)),
-        (Untuned, {}),
-        (Adam, {"fused": True}),
-        (Adam, {"foreach": True}),
-    ]  # fmt: skip
+    kinds: list[dict[str, Any]] = [{}, {"foreach": False}, {"foreach": True}]
+    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = []
+    for kind in kinds:
+        cases += [(StormPlus, kind), (StormPlus, kind | {"weight_decay": 0.1})]
+    cases += [(Untuned, {}), (Adam, {"fused": True}), (Adam, {"foreach": True})]
     for cls, options in cases:
         label = ", ".join(f"{name}={value}" for name, value in options.items())
         click.echo(f"  {f'{cls.__name__}({label})':46s}{peak(cls, options):6.2f}")
@@ -135,24 +127,19 @@ def peaks() -> None:
 def launch_counts() -> None:
     """Print launches, syncs and copies of a step on a simulated GPU without Triton."""
     shapes = [p.shape for p in resnet34(1000).parameters()]
-    cases: dict[str, tuple[Callable[..., torch.optim.Optimizer], torch.dtype]] = {
-        "Untuned": (Untuned, torch.float32),
-        "Untuned(state_dtype=bfloat16)": (
-            partial(Untuned, state_dtype=torch.bfloat16),
-            torch.float32,
-        ),
-        "Untuned, bfloat16 parameters": (Untuned, torch.bfloat16),
-        "StormPlus, a pair": (StormPlus, torch.float32),
-        "StormPlus(check_finite=False), a pair": (
-            partial(StormPlus, check_finite=False),
-            torch.float32,
-        ),
-        "Adam(foreach=True)": (partial(Adam, foreach=True), torch.float32),
-        "Adam(fused=True)": (partial(Adam, fused=True), torch.float32),
+    cases: dict[str, Callable[..., torch.optim.Optimizer]] = {
+        "Untuned": Untuned,
+        "Untuned(state_dtype=bfloat16)": partial(Untuned, state_dtype=BF16),
+        "Untuned, bfloat16 parameters": Untuned,
+        "StormPlus, a pair": StormPlus,
+        "StormPlus(check_finite=False), a pair": partial(StormPlus, check_finite=False),
+        "Adam(foreach=True)": partial(Adam, foreach=True),
+        "Adam(fused=True)": partial(Adam, fused=True),
     }
     click.echo(f"\nPer step on a simulated GPU without Triton, ResNet34's {len(shapes)} tensors")
     click.echo(" " * 38 + f"{'launches':>10s}{'syncs':>7s}{'H2D':>5s}{'D2H':>5s}")
-    for label, (make, dtype) in cases.items():
+    for label, make in cases.items():
+        dtype = BF16 if "bfloat16 parameters" in label else torch.float32
         counts = device_counts(make, shapes, dtype=dtype)
         columns = f"{counts.launches:10d}{counts.syncs:7d}{counts.h2d:5d}{counts.d2h:5d}"
         click.echo(f"{label:38s}{columns}")
@@ -179,18 +166,11 @@ def share_of_training(rounds: int) -> None:
 
         shares = []
         for i in range(rounds + 2):
-            inside, start = 0.0, time.perf_counter()
-            opt.step(closure)
-            total = time.perf_counter() - start
+            inside = 0.0
+            total = seconds(lambda: opt.step(closure))
             if i >= 2:  # the first has one evaluation, the second may compile
                 shares.append((total - inside) / total)
-        click.echo(f"  {label:28s}{100 * statistics.median(shares):5.1f}%  (a step: {total:.2f} s)")
-
-
-def _seconds(run: Step) -> float:
-    start = time.perf_counter()
-    run()
-    return time.perf_counter() - start
+        click.echo(f"  {label:28s}{100 * median(shares):5.1f}%  (a step: {total:.2f} s)")
 
 
 @click.command(name="bench-step")
@@ -203,7 +183,9 @@ def bench_step(quick: bool) -> None:
     )
     rounds = 3 if quick else 15
     step_times("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
-    step_times("a small perceptron", [p.shape for p in small_perceptron().parameters()], rounds)
+    # 8 tensors, 37,000 weights: a step costs Python, not memory.
+    small = perceptron(64, 128, 128, 88, 10)
+    step_times("a small perceptron", [p.shape for p in small.parameters()], rounds)
     step_times("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds)
     peaks()
     launch_counts()

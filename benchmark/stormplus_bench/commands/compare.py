@@ -1,9 +1,5 @@
 """`stormplus compare`: run a suite, then show a table and a figure."""
 
-from __future__ import annotations
-
-import io
-import math
 from pathlib import Path
 
 import click
@@ -12,9 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from stormplus_bench import finals, rows
+from stormplus_bench import finals, rows, tables
 from stormplus_bench.engine import announce, execute
-from stormplus_bench.files import write_whole
+from stormplus_bench.figures import curves_grid, save
 from stormplus_bench.interrupts import EXIT_CODES, explained
 from stormplus_bench.methods import NO_RATE, ordered
 from stormplus_bench.own import SOLVER, TEMPLATES, WORKLOAD
@@ -22,6 +18,7 @@ from stormplus_bench.plan import make_plan, read_suite, suites, with_own
 
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+FORMAT = click.Choice(["text", "json", "latex"])
 FEW = 3  # workloads: up to here the table has a line per method and workload
 
 EXAMPLES = f"""\b
@@ -54,42 +51,23 @@ continue. Finished runs are not repeated: after a change in your file, give anot
 @click.command(epilog=EXAMPLES)
 @click.argument("suite", default="quick")
 @click.option("--output", metavar="DIR", help="Where rows and figures go.  [out/SUITE]")
-@click.option("--method", "methods", multiple=True, help="Only this method; may be repeated.")
-@click.option(
-    "--solver",
-    "solvers",
-    multiple=True,
-    type=FILE,
-    help="A Python file with your optimizer; may be repeated.",
-)
-@click.option(
-    "--workload",
-    "workloads",
-    multiple=True,
-    type=FILE,
-    help="A Python file with your model; may be repeated.",
-)
+@click.option("--method", multiple=True, help="Only this method; may be repeated.")
+@click.option("--solver", multiple=True, type=FILE, help="Your optimizer's file; may be repeated.")
+@click.option("--workload", multiple=True, type=FILE, help="Your model's file; may be repeated.")
 @click.option("--alone", is_flag=True, help="Only your optimizers, without the suite's methods.")
 @click.option("--seeds", type=AT_LEAST_ONE, help="Number of seeds, instead of the suite's.")
 @click.option("--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs at a time.")
 @click.option("--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads per run.")
 @click.option("--parallel-config", type=FILE, help="benchopt's file for Dask or SLURM.")
 @click.option("--dry-run", is_flag=True, help="Only print the estimated time.")
-@click.option(
-    "--format",
-    "style",
-    type=click.Choice(["text", "json", "latex"]),
-    default="text",
-    show_default=True,
-    help="How to print the table.",
-)
+@click.option("--format", "style", type=FORMAT, default="text", help="How to print the table.")
 @click.option("--list", "listing", is_flag=True, help="List the suites.")
 def compare(  # noqa: PLR0917
     suite: str,
     output: str | None,
-    methods: tuple[str, ...],
-    solvers: tuple[Path, ...],
-    workloads: tuple[Path, ...],
+    method: tuple[str, ...],
+    solver: tuple[Path, ...],
+    workload: tuple[Path, ...],
     alone: bool,
     seeds: int | None,
     jobs: int,
@@ -107,13 +85,13 @@ def compare(  # noqa: PLR0917
         for name, path in suites().items():
             click.echo(f"{name:15s} {path.read_text().splitlines()[0].lstrip('# ')}")
         return
-    if alone and not solvers:
+    if alone and not solver:
         raise click.UsageError("--alone needs your optimizer: give --solver FILE")
     folder = Path(output or f"out/{Path(suite).stem}")
     journal, messages = folder / "rows.jsonl", Console(stderr=True)
     with explained(journal, messages):
-        config = with_own(read_suite(suite), solvers, workloads, seeds, alone=alone)
-        plan = make_plan(config, threads, methods)
+        config = with_own(read_suite(suite), solver, workload, seeds, alone=alone)
+        plan = make_plan(config, threads, method)
         announce(plan, journal, jobs, messages)
         if not plan.runs:
             raise ValueError("nothing to run: see the reasons above")
@@ -123,22 +101,15 @@ def compare(  # noqa: PLR0917
         frame = rows.load(journal, on_cut="drop")
         frame = frame[frame["workload"].isin({run.workload for run in plan.runs})]
         show(frame, style)
-        messages.print(f"figure: {draw(frame, folder)}   rows: {journal}", markup=False)
-
-
-def draw(frame: pd.DataFrame, folder: Path) -> Path:
-    """Write the curves, of each method at its default or, if there is none, its best rate."""
-    from stormplus_bench.figures import curves_grid
-
-    drawn = io.BytesIO()
-    curves_grid(frame, best_lr=not frame["default"].any()).savefig(drawn, format="png", dpi=150)
-    return write_whole(folder / "curves.png", drawn.getvalue())
+        drawn = curves_grid(frame, best_lr=not frame["default"].any())
+        save(drawn, folder / "curves.png", dpi=150)
+        messages.print(f"figure: {folder / 'curves.png'}   rows: {journal}", markup=False)
 
 
 def show(frame: pd.DataFrame, style: str = "text") -> None:
     """Print the final losses on a few workloads, or scores over many of them."""
     many = frame["workload"].nunique() > FEW and frame["default"].any()
-    table = scores_table(frame) if many else losses_table(frame)
+    table = tables.scores_table(frame).text().reset_index() if many else losses_table(frame)
     if style == "json":
         click.echo(table.to_json(orient="records", indent=1))
     elif style == "latex":
@@ -149,46 +120,34 @@ def show(frame: pd.DataFrame, style: str = "text") -> None:
 
 def losses_table(frame: pd.DataFrame) -> pd.DataFrame:
     """Final training losses of each method at its default and at its best rate."""
-    at = {
-        name: ends.set_index(["workload", "method"])
-        for name, ends in (("default", finals.defaults(frame)), ("best", finals.tuned(frame)))
-    }
-    lines = []
-    for workload, part in frame.groupby("workload", sort=True):
-        for method in ordered(part["method"].unique()):
-            losses = {name: ends["loss"].get((workload, method)) for name, ends in at.items()}
-            lr = None if method in NO_RATE else at["best"]["lr"][workload, method]
-            lines.append({"workload": workload, "method": method, **losses, "lr of best": lr})
-    return pd.DataFrame(lines)
-
-
-def scores_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """The gap at defaults of each method, and how often it is among the fastest."""
-    from stormplus_bench import tables
-
-    table: pd.DataFrame = tables.scores_table(frame).text().reset_index()
-    return table
+    keys = ["workload", "method"]
+    best = finals.tuned(frame).set_index(keys)
+    table = pd.DataFrame(
+        {
+            "default": finals.defaults(frame).set_index(keys)["loss"].reindex(best.index),
+            "best": best["loss"],
+            "lr of best": best["lr"].drop(index=list(NO_RATE), level="method", errors="ignore"),
+        }
+    )
+    rank = {name: number for number, name in enumerate(ordered(frame["method"]))}
+    order = sorted(table.index, key=lambda key: (key[0], rank[key[1]]))
+    return table.loc[order].reset_index()
 
 
 def _as_text(table: pd.DataFrame) -> Table:
-    shown = Table(title=None if "default" not in table else "final training loss")
+    by_workload = "workload" in table
+    shown = Table(title="final training loss" if by_workload else None)
     for name in table.columns:
         shown.add_column(name, justify="left" if name in ("workload", "method") else "right")
     before = None
     for line in table.itertuples(index=False, name=None):
-        if table.columns[0] == "workload" and line[0] != before:
-            before = line[0]
-            if shown.rows:
-                shown.add_section()
-        elif table.columns[0] == "workload":
-            line = ("", *line[1:])  # noqa: PLW2901
-        shown.add_row(*map(_cell, line))
+        first, *others = (_cell(value) for value in line)
+        if by_workload and first != before:
+            shown.add_section()
+        shown.add_row("" if by_workload and first == before else first, *others)
+        before = first
     return shown
 
 
 def _cell(value: object) -> str:
-    if not isinstance(value, float):
-        return "" if value is None else escape(str(value))
-    if math.isnan(value):
-        return ""
-    return "diverged" if math.isinf(value) else f"{value:.4g}"
+    return tables.number(value, 4) if isinstance(value, float) else escape(str(value))

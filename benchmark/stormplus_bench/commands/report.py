@@ -1,13 +1,8 @@
 """`stormplus report`: tables, figures and a page from the benchmark's rows."""
 
-from __future__ import annotations
-
-import io
 import json
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
@@ -15,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from stormplus_bench import figures, finals, page, rows, scores, tables
-from stormplus_bench.files import require_writable, write_whole
+from stormplus_bench.files import write_whole
 from stormplus_bench.interrupts import explained
 from stormplus_bench.methods import few, in_figures
 
@@ -23,32 +18,18 @@ FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-@click.command(context_settings={"max_content_width": 96})
+@click.command(context_settings={"max_content_width": 96, "show_default": True})
 @click.argument("files", metavar="ROWS...", nargs=-1, required=True, type=FILE)
-@click.option(
-    "--output",
-    type=FOLDER,
-    default=Path("out/report"),
-    show_default=True,
-    help="The folder to write to; it is created if needed.",
-)
-@click.option(
-    "--readme",
-    "pages",
-    type=FILE,
-    multiple=True,
-    help="A Markdown file whose tables are replaced; may be repeated.",
-)
-@click.option(
-    "--step-times", type=FILE, help="The output of benchmark/scripts/step_time.py, for README."
-)
+@click.option("--output", type=FOLDER, default=Path("out/report"), help="The folder to write to.")
+@click.option("--readme", type=FILE, multiple=True, help="A Markdown file; may be repeated.")
+@click.option("--step-times", type=FILE, help="The output of benchmark/scripts/step_time.py.")
 @click.option("--home", metavar="LINK", help="Where the page's link back leads.")
 @click.option("--json", "style", flag_value="json", help="Print the tables as JSON.")
 @click.option("--latex", "style", flag_value="latex", help="Print the tables in LaTeX.")
 def report(  # noqa: PLR0917
     files: tuple[Path, ...],
     output: Path,
-    pages: tuple[Path, ...],
+    readme: tuple[Path, ...],
     step_times: Path | None,
     home: str | None,
     style: str | None,
@@ -84,13 +65,12 @@ def report(  # noqa: PLR0917
         times = read_step_times(step_times) if step_times else {}
         found = tables.all_tables(frame, times)
         blocks = {table.name: table.markdown() for table in found}
-        filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in pages}
-        require_writable(output / "figures")
-        require_writable(output, ("index.html", "table.csv"))
+        filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in readme}
         write_whole(output / "table.csv", tables.as_csv(scores.results(frame)))
         write_whole(output / "index.html", page.build(frame, found[1:], home))
-        for name, draw in _figures(frame).items():
-            _save(draw(), output / "figures", name)
+        for name, figure in _figures(frame):
+            for kind in ("png", "svg"):
+                figures.save(figure, output / "figures" / f"{name}.{kind}", dpi=130)
         for path, text in filled.items():
             write_whole(path, text)
     if style == "json":
@@ -131,22 +111,11 @@ def read_step_times(path: Path) -> dict[str, float]:
         ) from error
 
 
-def _figures(frame: pd.DataFrame) -> dict[str, Callable[[], Figure]]:
-    drawings: dict[str, Callable[[], Figure]] = {
-        "gap_at_defaults": partial(figures.gap_at_defaults, frame),
-    }
+def _figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
+    yield "gap_at_defaults", figures.gap_at_defaults(frame)
+    methods = few(frame["method"]) or None
     for tier, names in in_figures(frame["workload"]).items():
-        some: dict[str, Any] = {"methods": few(frame["method"]) or None, "workloads": names}
-        drawings |= {
-            f"curves-default-{tier}": partial(figures.curves_grid, frame, **some),
-            f"curves-tuned-{tier}": partial(figures.curves_grid, frame, best_lr=True, **some),
-        }
-    return drawings
-
-
-def _save(figure: Figure, folder: Path, name: str) -> None:
-    for kind in ("png", "svg"):
-        drawn = io.BytesIO()
-        figure.savefig(drawn, format=kind, dpi=130)
-        figure.set_layout_engine("none")  # laid out once, for both files
-        write_whole(folder / f"{name}.{kind}", drawn.getvalue())
+        part = frame[frame["workload"].isin(names)]
+        for best_lr, kind in ((False, "default"), (True, "tuned")):
+            drawn = figures.curves_grid(part, best_lr=best_lr, methods=methods)
+            yield f"curves-{kind}-{tier}", drawn

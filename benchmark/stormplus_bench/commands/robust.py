@@ -1,7 +1,5 @@
 """`stormplus robust`: models that have broken an optimizer, `Untuned` and Adam(1e-3)."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -96,8 +94,5 @@ def judged(workload: Case, journal: Path) -> tuple[str, bool]:
 def run(workload: Case, method: str) -> dict[str, Any]:
     """Return the row of one run."""
     lr, stepper = METHODS[method]
-    training = Training(workload, stepper, seed=0)
-    for target in workload.checkpoints:
-        training.advance(target)
-        training.record()
+    training = Training(workload, stepper, seed=0).finish()
     return row_of(training, {"method": method, "lr": lr, "default": True})

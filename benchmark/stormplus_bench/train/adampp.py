@@ -1,10 +1,4 @@
-"""Adam++ (Tao, Yuan, Zhou, Cao and Gu, 2024, arXiv:2412.19444), written from its paper.
-
-The nearest relative of `Untuned`: both step by the largest distance from the start so far, in
-units of a coordinate's gradients.
-"""
-
-from __future__ import annotations
+"""Adam++ (Tao, Yuan, Zhou, Cao and Gu, 2024, arXiv:2412.19444), written from its paper."""
 
 import math
 from collections.abc import Callable
@@ -22,32 +16,21 @@ class AdamPlusPlus(torch.optim.Optimizer):
         s_t   = sqrt((t + 1) max(v_0, ..., v_t))
         x_{t+1} = x_t - lr eta_t m_t / (delta + s_t)
 
-    b1 is constant (the paper's lambda is 1), and lr is 1; a scheduler may lower it. The paper
-    asks for a small eta_0 only; this one is DoG's. m and v are divided by 1 - b^(t+1), as Adam
-    does, which the algorithm as printed does not: without it v is a thousandth of g^2 in the first
-    step, and on autoencoder-mnist eta grew from 1e-6 to 13 in fifty steps, for good.
-
-    Args:
-        params: As of any torch optimizer.
-        lr: A factor on the step.
-        betas: b1 and b2.
-        delta: What keeps the quotient finite.
+    b1 is constant (the paper's lambda is 1). The paper asks for a small eta_0 only; this one is
+    DoG's. m and v are divided by 1 - b^(t+1), as Adam does, which the algorithm as printed does
+    not: without it v is a thousandth of g^2 in the first step, and on autoencoder-mnist eta grew
+    from 1e-6 to 13 in fifty steps and stayed there.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = 1.0,
-        betas: tuple[float, float] = (0.9, 0.999),
-        delta: float = 1e-8,
-    ) -> None:
+    def __init__(self, params: Any, lr: float = 1.0) -> None:
         # t and eta are in the groups, so that a checkpoint has them.
-        super().__init__(params, {"lr": lr, "betas": betas, "delta": delta, "t": 0, "eta": 0.0})
+        super().__init__(params, {"lr": lr, "t": 0, "eta": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
         loss = None if closure is None else torch.enable_grad()(closure)()
+        b1, b2, delta = 0.9, 0.999, 1e-8
         xs = [x for group in self.param_groups for x in group["params"]]
         t, eta = self.param_groups[0]["t"], self.param_groups[0]["eta"]
         if t == 0:
@@ -58,7 +41,6 @@ class AdamPlusPlus(torch.optim.Optimizer):
         square = sum(float((x - self.state[x]["origin"]).square().sum()) for x in xs)
         eta = max(eta, math.sqrt(square / sum(x.numel() for x in xs)))
         for group in self.param_groups:
-            b1, b2 = group["betas"]
             for x in group["params"]:
                 if x.grad is None:
                     continue
@@ -66,7 +48,7 @@ class AdamPlusPlus(torch.optim.Optimizer):
                 m.lerp_(x.grad, 1 - b1)
                 v.mul_(b2).addcmul_(x.grad, x.grad, value=1 - b2)
                 torch.maximum(largest, v / (1 - b2 ** (t + 1)), out=largest)
-                s = largest.mul(t + 1).sqrt_().add_(group["delta"])
+                s = largest.mul(t + 1).sqrt_().add_(delta)
                 x.addcdiv_(m, s, value=-group["lr"] * eta / (1 - b1 ** (t + 1)))
             group["t"], group["eta"] = t + 1, eta
         return loss

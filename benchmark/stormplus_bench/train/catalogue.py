@@ -1,7 +1,5 @@
 """The workloads of the benchmark: smooth problems, and networks on images and text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
@@ -26,27 +24,9 @@ from stormplus_bench import data
 from stormplus_bench.train import networks
 from stormplus_bench.train.workload import Network, Smooth, Workload
 
-SMOOTH_BUDGET = 1500
 SMOOTH_BATCH = 16
 CIFAR_MEAN_STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 Split = tuple[Tensor, Tensor]
-
-
-def or_reason(make: Callable[[], Workload], budget: int | None = None) -> dict[str, Any]:
-    """Return the workload, or the reason to skip it if its data is missing."""
-    try:
-        workload = make()
-    except data.MissingData as missing:
-        return {"workload": None, "reason": str(missing)}
-    set_budget(workload, budget)
-    return {"workload": workload, "reason": None}
-
-
-def set_budget(workload: Workload, budget: int | None) -> None:
-    """Change the budget, and the name with it."""
-    if budget and budget != workload.budget:
-        workload.budget = budget
-        workload.name = f"{workload.name} ({budget} evaluations)"
 
 
 def _signs(problem: FiniteSum, x: Any) -> float:
@@ -54,8 +34,7 @@ def _signs(problem: FiniteSum, x: Any) -> float:
 
 
 def _logistic(name: str, features: Any, positive: Any) -> Smooth:
-    rng = np.random.default_rng(0)
-    order = rng.permutation(len(features))
+    order = np.random.default_rng(0).permutation(len(features))
     train, valid = np.split(order, [len(order) * 4 // 5])
     spread = features[train].std(0)
     a = (features[:, spread > 0] - features[train][:, spread > 0].mean(0)) / spread[spread > 0]
@@ -65,18 +44,17 @@ def _logistic(name: str, features: Any, positive: Any) -> Smooth:
         NonConvexLogistic(a[part], y[part], weight=0.01, batch_size=SMOOTH_BATCH)
         for part in (train, valid)
     )
-    return Smooth(name, seen, unseen, _signs, budget=SMOOTH_BUDGET)
+    return Smooth(name, seen, unseen, _signs)
 
 
 def logistic_breast_cancer() -> Smooth:
-    bunch = load_breast_cancer()
-    return _logistic("logistic-breast-cancer", bunch.data, bunch.target)
+    return _logistic("logistic-breast-cancer", *load_breast_cancer(return_X_y=True))
 
 
 def logistic_digits() -> Smooth:
     """Odd against even."""
-    bunch = load_digits()
-    return _logistic("logistic-digits", bunch.data, bunch.target % 2)
+    features, digit = load_digits(return_X_y=True)
+    return _logistic("logistic-digits", features, digit % 2)
 
 
 def phase_retrieval() -> Smooth:
@@ -89,12 +67,12 @@ def phase_retrieval() -> Smooth:
     cut = 8 * truth.size
     seen = PhaseRetrieval(a[:cut], y[:cut], batch_size=SMOOTH_BATCH)
     unseen = PhaseRetrieval(a[cut:], y[cut:], batch_size=SMOOTH_BATCH)
-    return Smooth("phase-retrieval", seen, unseen, budget=SMOOTH_BUDGET)
+    return Smooth("phase-retrieval", seen, unseen)
 
 
 def nmf() -> Smooth:
     """Each column has its own code, so there is no validation data."""
-    return Smooth("nmf", digits_nmf(), budget=SMOOTH_BUDGET)
+    return Smooth("nmf", digits_nmf())
 
 
 def matrix_completion() -> Smooth:
@@ -105,7 +83,7 @@ def matrix_completion() -> Smooth:
         MatrixCompletion(image.shape, np.argwhere(m), image[m], 5, batch_size=64)
         for m in (mask, ~mask)
     )
-    return Smooth("matrix-completion", seen, unseen, budget=SMOOTH_BUDGET)
+    return Smooth("matrix-completion", seen, unseen)
 
 
 SMOOTH = {
@@ -127,32 +105,24 @@ def digits(model: str) -> Network:
     return Network(
         f"{model}-digits",
         {"mlp": networks.mlp, "cnn": networks.digits_cnn}[model],
-        classes_loss,
-        (images[train], labels[train]),
-        1500,
+        **classifier(),
+        data=(images[train], labels[train]),
+        budget=1500,
         valid=(images[valid], labels[valid]),
-        measures=classes_measures,
         full_grad=True,
     )
 
 
 def mnist(model: str) -> Network:
     train, valid = pictures("mnist")
-    if model == "cnn":
-        loss, measures = on_prepared(classes_loss, _unit), on_prepared(classes_measures, _unit)
-        make = networks.mnist_cnn
-    else:
-        loss, measures = _pixels, None
-        make = networks.autoencoder
     return Network(
         f"{model}-mnist",
-        make,
-        loss,
-        train,
-        1200,
+        {"cnn": networks.mnist_cnn, "autoencoder": networks.autoencoder}[model],
+        **(classifier(_unit) if model == "cnn" else {"loss": _pixels}),
+        data=train,
+        budget=1200,
         valid=valid,
         batch_size=64,
-        measures=measures,
         full_grad=True,
     )
 
@@ -172,15 +142,7 @@ def on_cifar10(
 ) -> Network:
     """A classifier on CIFAR-10, or on the examples that `choose` returns."""
     train, valid = map(choose, pictures("cifar10"))
-    return Network(
-        name,
-        make,
-        on_prepared(classes_loss, standard),
-        train,
-        budget,
-        valid=valid,
-        measures=on_prepared(classes_measures, standard),
-    )
+    return Network(name, make, **classifier(standard), data=train, budget=budget, valid=valid)
 
 
 def balanced(targets: Tensor, count: int) -> Tensor:
@@ -209,28 +171,25 @@ class Characters(Network):
         super().__init__(
             "gpt-shakespeare",
             lambda: networks.GPT(len(text.vocabulary), self.length),
-            classes_loss,
-            fixed_train,
-            1000,
+            **classifier(),
+            data=fixed_train,
+            budget=1000,
             valid=fixed_valid,
             batch_size=8,
-            measures=classes_measures,
         )
         self.text = train
         self.batches = math.ceil(len(train) / self.length / self.batch_size)
 
     def _windows(self, codes: Tensor, starts: Tensor) -> Split:
-        places = starts[:, None] + torch.arange(self.length + 1)
-        windows = codes[places]
+        windows = codes[starts[:, None] + torch.arange(self.length + 1)]
         return windows[:, :-1], windows[:, 1:]
 
     def samples(self, seed: int) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(1000 + seed)
         last = len(self.text) - self.length - 1
         while True:
-            yield self._windows(
-                self.text, torch.randint(last, (self.batch_size,), generator=generator)
-            )
+            starts = torch.randint(last, (self.batch_size,), generator=generator)
+            yield self._windows(self.text, starts)
 
 
 @lru_cache
@@ -250,20 +209,19 @@ def standard(x: Tensor) -> Tensor:
     return (x.float() / 255 - mean) / std
 
 
-def classes_loss(model: nn.Module, batch: Split) -> Tensor:
-    return F.cross_entropy(model(batch[0]), batch[1])
+def classifier(prepare: Callable[[Tensor], Tensor] = lambda x: x) -> dict[str, Any]:
+    """Return the loss and the measures of a classifier; `prepare` turns its inputs into floats."""
 
+    def loss(model: nn.Module, batch: Split) -> Tensor:
+        return F.cross_entropy(model(prepare(batch[0])), batch[1])
 
-def classes_measures(model: nn.Module, batch: Split) -> dict[str, Tensor]:
-    """Cross entropy and accuracy from one forward pass."""
-    logits, targets = model(batch[0]), batch[1]
-    accuracy = (logits.argmax(1) == targets).double().mean()
-    return {"loss": F.cross_entropy(logits, targets), "accuracy": accuracy}
+    def measures(model: nn.Module, batch: Split) -> dict[str, Tensor]:
+        """Cross entropy and accuracy from one forward pass."""
+        logits, targets = model(prepare(batch[0])), batch[1]
+        accuracy = (logits.argmax(1) == targets).double().mean()
+        return {"loss": F.cross_entropy(logits, targets), "accuracy": accuracy}
 
-
-def on_prepared(of: Callable[..., Any], prepare: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    """Return the function on batches whose inputs `prepare` turns from bytes into floats."""
-    return lambda model, batch: of(model, (prepare(batch[0]), batch[1]))
+    return {"loss": loss, "measures": measures}
 
 
 def _pixels(model: nn.Module, batch: Split) -> Tensor:

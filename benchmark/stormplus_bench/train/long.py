@@ -3,8 +3,6 @@
 The ViT and LoRA are held out: no decision on `Untuned` has used them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -20,7 +18,6 @@ from stormplus_bench.train.workload import Network
 # Fewer measurements; the target of the performance profiles is read off at 0.7.
 FRACTIONS = (0, 0.1, 0.3, 0.5, 0.7, 0.9, 1)
 HALF = 5  # of the classes
-RANK = 4
 TRAINED = 3000  # steps of the network that is fine-tuned
 
 
@@ -38,47 +35,35 @@ def autoencoder() -> Network:
     return _long(catalogue.mnist("autoencoder"), "autoencoder-mnist-long", 10_000)
 
 
-def resnet() -> Network:
-    return _augmented("resnet-cifar10-long", networks.small_resnet, 8000)
+def augmented(name: str, make: Callable[[], nn.Module], budget: int) -> Network:
+    workload = on_cifar10(name, make, budget)
+    workload.augment = crops_and_flips
+    return _long(workload, name, budget)
 
 
-def vit() -> Network:
-    return _augmented("vit-cifar10", networks.ViT, 5000)
+def finetune(name: str, rank: int | None = None) -> Network:
+    """A network trained on the other half of the classes, with a new last layer.
 
-
-def finetune() -> Network:
-    """All weights of a network trained on the other half of the classes, with a new last layer."""
-
-    def make() -> nn.Module:
-        return nn.Sequential(*_body().children(), nn.Linear(1024, HALF))
-
-    return _long(on_cifar10("", make, 4000, _second_half), "finetune-cifar10", 4000)
-
-
-def lora() -> Network:
-    """The same network frozen, with low-rank changes; B = 0 at the start."""
+    All weights are trained; with a `rank`, only the last layer and changes of low rank.
+    """
 
     def make() -> nn.Module:
-        body = networks.add_low_rank(_body(), RANK)
+        body: nn.Module = copy.deepcopy(_trained())[:-1]
+        if rank is not None:
+            networks.add_low_rank(body, rank)
         return nn.Sequential(*body.children(), nn.Linear(1024, HALF))
 
-    return _long(on_cifar10("", make, 4000, _second_half), "lora-cifar10", 4000)
+    return _long(on_cifar10(name, make, 4000, _second_half), name, 4000)
 
 
 LONG: dict[str, Callable[[], Network]] = {
     "gpt-shakespeare": gpt,
-    "resnet-cifar10": resnet,
+    "resnet-cifar10": partial(augmented, "resnet-cifar10-long", networks.small_resnet, 8000),
     "autoencoder-mnist": autoencoder,
-    "finetune-cifar10": finetune,
-    "vit-cifar10": vit,
-    "lora-cifar10": lora,
+    "finetune-cifar10": partial(finetune, "finetune-cifar10"),
+    "vit-cifar10": partial(augmented, "vit-cifar10", networks.ViT, 5000),
+    "lora-cifar10": partial(finetune, "lora-cifar10", rank=4),
 }
-
-
-def _augmented(name: str, make: Callable[[], nn.Module], budget: int) -> Network:
-    workload = on_cifar10(name, make, budget)
-    workload.augment = crops_and_flips
-    return _long(workload, name, budget)
 
 
 def _classes(examples: Split, half: int) -> Split:
@@ -89,11 +74,6 @@ def _classes(examples: Split, half: int) -> Split:
 
 
 _first_half, _second_half = (partial(_classes, half=half) for half in (0, 1))
-
-
-def _body() -> nn.Module:
-    """Return a copy of the trained network without its last layer."""
-    return nn.Sequential(*list(copy.deepcopy(_trained()).children())[:-1])
 
 
 @lru_cache

@@ -1,7 +1,5 @@
 """NadamW: AdamW with Nesterov's momentum, at the one setting that AlgoPerf's studies fix."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -19,28 +17,20 @@ class NadamW(torch.optim.Optimizer):
 
         x <- x - lr weight_decay x
         m <- b1 m + (1 - b1) g,   v <- b2 v + (1 - b2) g^2
-        x <- x - lr (b1 m + (1 - b1) g) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + eps)
+        x <- x - lr (b1 m + (1 - b1) g) / (1 - b1^t) / (sqrt(v / (1 - b2^t)) + 1e-8)
 
     torch.optim.NAdam has another one, where b1 grows over thousands of steps.
     """
 
-    def __init__(
-        self,
-        params: Any,
-        lr: float = LEARNING_RATE,
-        betas: tuple[float, float] = BETAS,
-        weight_decay: float = WEIGHT_DECAY,
-        eps: float = 1e-8,
-    ) -> None:
-        defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "eps": eps}
-        super().__init__(params, defaults)
+    def __init__(self, params: Any, lr: float = LEARNING_RATE) -> None:
+        super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step."""
         loss = None if closure is None else torch.enable_grad()(closure)()
         for group in self.param_groups:
-            lr, (b1, b2) = group["lr"], group["betas"]
+            lr, (b1, b2) = group["lr"], BETAS
             for x in group["params"]:
                 if x.grad is None:
                     continue
@@ -49,9 +39,9 @@ class NadamW(torch.optim.Optimizer):
                     state |= {"t": 0, "m": torch.zeros_like(x), "v": torch.zeros_like(x)}
                 state["t"] += 1
                 t, m, v = state["t"], state["m"], state["v"]
-                x.mul_(1 - lr * group["weight_decay"])
+                x.mul_(1 - lr * WEIGHT_DECAY)
                 m.lerp_(x.grad, 1 - b1)
                 v.mul_(b2).addcmul_(x.grad, x.grad, value=1 - b2)
-                root = (v / (1 - b2**t)).sqrt_().add_(group["eps"])
+                root = (v / (1 - b2**t)).sqrt_().add_(1e-8)
                 x.addcdiv_(m.lerp(x.grad, 1 - b1), root, value=-lr / (1 - b1**t))
         return loss

@@ -4,8 +4,6 @@ The ResNets are those of He, Zhang, Ren and Sun (2016), table 1, written from th
 parameters follow torchvision's, so that weights can be exchanged.
 """
 
-from __future__ import annotations
-
 from collections import OrderedDict
 from itertools import pairwise
 
@@ -76,12 +74,10 @@ def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
     inputs = 64
     for i, count in enumerate(depths):
         outputs = 64 * 2**i
-        strides = [1 if i == 0 else 2] + [1] * (count - 1)
-        stage = []
-        for stride in strides:
-            stage.append(BasicBlock(inputs, outputs, stride))
-            inputs = outputs
-        layers[f"layer{i + 1}"] = nn.Sequential(*stage)
+        first = BasicBlock(inputs, outputs, stride=1 if i == 0 else 2)
+        others = [BasicBlock(outputs, outputs, stride=1) for _ in range(count - 1)]
+        layers[f"layer{i + 1}"] = nn.Sequential(first, *others)
+        inputs = outputs
     layers["avgpool"] = nn.AdaptiveAvgPool2d(1)
     layers["flatten"] = nn.Flatten()
     layers["fc"] = nn.Linear(inputs, classes)
@@ -92,58 +88,37 @@ def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
     return model
 
 
-def resnet18(classes: int = 10) -> nn.Sequential:
-    return resnet((2, 2, 2, 2), classes)
-
-
 def resnet34(classes: int = 10) -> nn.Sequential:
     return resnet((3, 4, 6, 3), classes)
 
 
-def mlp(inputs: int = 64, hidden: int = 64, classes: int = 10) -> nn.Module:
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(inputs, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, hidden),
-        nn.ReLU(),
-        nn.Linear(hidden, classes),
-    )
-
-
-def digits_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(128, 10),
-    )
-
-
-def mnist_cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Conv2d(1, 8, 5, stride=2, padding=2),
-        nn.ReLU(),
-        nn.Conv2d(8, 16, 3, stride=2, padding=1),
-        nn.ReLU(),
-        nn.Flatten(),
-        nn.Linear(784, 64),
-        nn.ReLU(),
-        nn.Linear(64, 10),
-    )
-
-
-def autoencoder() -> nn.Module:
-    """784-128-32-8-32-128-784, logits of pixels."""
-    sizes = (784, 128, 32, 8, 32, 128, 784)
-    layers: list[nn.Module] = [nn.Flatten()]
+def perceptron(*sizes: int) -> nn.Sequential:
+    """Linear layers of these widths, with ReLU between them."""
+    layers: list[nn.Module] = []
     for a, b in pairwise(sizes):
         layers += [nn.Linear(a, b), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Flatten(), *perceptron(64, 64, 64, 10))
+
+
+def autoencoder() -> nn.Module:
+    """Returns logits of pixels."""
+    return nn.Sequential(nn.Flatten(), *perceptron(784, 128, 32, 8, 32, 128, 784))
+
+
+def digits_cnn() -> nn.Module:
+    layers = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    layers += [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(128, 10))
+
+
+def mnist_cnn() -> nn.Module:
+    layers = [nn.Conv2d(1, 8, 5, stride=2, padding=2), nn.ReLU()]
+    layers += [nn.Conv2d(8, 16, 3, stride=2, padding=1), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Flatten(), *perceptron(784, 64, 10))
 
 
 def batchnorm_cnn(classes: int = 10) -> nn.Module:
@@ -157,17 +132,10 @@ def batchnorm_cnn(classes: int = 10) -> nn.Module:
 
 def small_resnet() -> nn.Module:
     """ResNet-8 in the manner of He et al. (2016), Sec. 4.2: 8, 16, 32 channels."""
-    return nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1, bias=False),
-        nn.BatchNorm2d(8),
-        nn.ReLU(),
-        BasicBlock(8, 8, 1),
-        BasicBlock(8, 16, 2),
-        BasicBlock(16, 32, 2),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(32, 10),
-    )
+    start = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
+    blocks = [BasicBlock(8, 8, 1), BasicBlock(8, 16, 2), BasicBlock(16, 32, 2)]
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+    return nn.Sequential(*start, *blocks, *end)
 
 
 class LowRank(nn.Module):

@@ -4,12 +4,11 @@ Each takes seconds on one core. A case has no validation data; its value is the 
 everything that it samples from.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from itertools import count, pairwise
+from itertools import count
 from typing import Any
 
 import torch
@@ -17,58 +16,54 @@ from sklearn.datasets import load_digits
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from stormplus_bench.train.networks import add_low_rank
+from stormplus_bench.train.networks import add_low_rank, perceptron
 from stormplus_bench.train.workload import Workload, seeded
 
 
+@dataclass(eq=False)
 class Case(Workload):
     """One case.
 
-    Args:
-        steps: Gradients of a run.
+    Attributes:
+        budget: Gradients of a run.
         make: Makes the model.
         draw: Returns the sample of step t = 1, 2, ..., with a generator.
-        loss: Of the model and a sample.
+        criterion: The loss of the model and a sample.
         value: Final measure of the model.
         chance: The value of a model that has learned nothing; of a walk, the largest distance.
         walk: Whether there is nothing to learn, and the value is the distance of the weights from
             their start relative to their norm.
     """
 
-    batches = batch_size = measured = 1
+    budget: int
+    make: Callable[[], nn.Module]
+    draw: Callable[[int, Generator], Any]
+    criterion: Callable[[nn.Module, Any], Tensor]
+    value: Callable[[nn.Module], Tensor]
+    chance: float
+    walk: bool = False
+    name: str = ""
+    batch_size: int = 1
+    batches = measured = 1
     fractions = (0, 1)
 
-    def __init__(  # noqa: PLR0917
-        self,
-        steps: int,
-        make: Callable[[], nn.Module],
-        draw: Callable[[int, Generator], Any],
-        loss: Callable[[nn.Module, Any], Tensor],
-        value: Callable[[nn.Module], Tensor],
-        chance: float,
-        *,
-        walk: bool = False,
-    ) -> None:
-        self.name, self.budget, self.chance, self.walk = "", steps, chance, walk
-        self._make, self._draw, self._loss, self._value = make, draw, loss, value
-
     def model(self, seed: int) -> nn.Module:
-        return seeded(self._make, seed)
+        return seeded(self.make, seed)
 
     def samples(self, seed: int) -> Iterator[Any]:
         generator = torch.Generator().manual_seed(1000 + seed)
         for t in count(1):
-            yield self._draw(t, generator)
+            yield self.draw(t, generator)
 
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
-        return self._loss(model, sample)
+        return self.criterion(model, sample)
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
-        return {"train_loss": float(self._value(model))}
+        return {"train_loss": float(self.value(model))}
 
     def full_loss(self, model: nn.Module) -> Tensor:
-        return self._value(model)
+        return self.value(model)
 
 
 def fixed(seed: int) -> Generator:
@@ -130,19 +125,12 @@ def markov(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
 
 @lru_cache
 def _digits() -> tuple[Tensor, Tensor]:
-    bunch = load_digits()
-    return torch.tensor(bunch.data / 16, dtype=torch.float32), torch.tensor(bunch.target)
-
-
-def layers(*sizes: int) -> nn.Sequential:
-    found: list[nn.Module] = []
-    for a, b in pairwise(sizes):
-        found += [nn.Linear(a, b), nn.ReLU()]
-    return nn.Sequential(*found[:-1])
+    images, labels = load_digits(return_X_y=True)
+    return torch.tensor(images / 16, dtype=torch.float32), torch.tensor(labels)
 
 
 def plain() -> nn.Sequential:
-    return layers(64, 64, 64, 10)
+    return perceptron(64, 64, 64, 10)
 
 
 def on_digits(
@@ -153,18 +141,20 @@ def on_digits(
 ) -> Case:
     """Digits, with the loss of step t multiplied by `factor(t)`."""
     x, y = _digits()
-    case = Case(
+
+    def loss(model: nn.Module, sample: tuple[int, Tensor]) -> Tensor:
+        t, chosen = sample
+        return F.cross_entropy(model(x[chosen]), y[chosen]) * factor(t)
+
+    return Case(
         steps,
         make,
         lambda t, generator: (t, torch.randint(len(x), (batch_size,), generator=generator)),
-        lambda model, sample: (
-            F.cross_entropy(model(x[sample[1]]), y[sample[1]]) * factor(sample[0])
-        ),
+        loss,
         lambda model: F.cross_entropy(model(x), y),
         math.log(10),
+        batch_size=batch_size,
     )
-    case.batch_size = batch_size
-    return case
 
 
 def _zeroed(module: nn.Module) -> nn.Module:
@@ -185,15 +175,12 @@ def zero_all() -> nn.Module:
 
 def unbalanced() -> nn.Module:
     """The same function as `plain`, with weights of very different sizes."""
-    model = plain()
-    first, second = model[0], model[2]
-    assert isinstance(first, nn.Linear)
-    assert isinstance(second, nn.Linear)
+    model: Any = plain()
     with torch.no_grad():
-        first.weight.mul_(100)
-        first.bias.mul_(100)
-        second.weight.div_(100)
-    return model
+        model[0].weight.mul_(100)
+        model[0].bias.mul_(100)
+        model[2].weight.div_(100)
+    return model  # type: ignore[no-any-return]
 
 
 def low_rank() -> nn.Module:
@@ -268,7 +255,11 @@ def bag_of_words() -> Case:
     words, generator = 20_000, fixed(8)
     truth = torch.randn(words, generator=generator)
     odds = 1 / torch.arange(10.0, words + 10)  # Zipf
-    test = torch.multinomial(odds, 1000 * 50, True, generator=generator).view(1000, 50)
+
+    def texts(count: int, generator: Generator) -> Tensor:
+        return torch.multinomial(odds, count * 50, True, generator=generator).view(count, 50)
+
+    test = texts(1000, generator)
 
     def make() -> nn.Module:
         model = nn.EmbeddingBag(words, 2, mode="sum")
@@ -282,9 +273,7 @@ def bag_of_words() -> Case:
     return Case(
         1000,
         make,
-        lambda _, generator: torch.multinomial(odds, 32 * 50, True, generator=generator).view(
-            32, 50
-        ),
+        lambda _, generator: texts(32, generator),
         loss,
         lambda model: loss(model, test),
         math.log(2),
@@ -304,26 +293,25 @@ class Walker(nn.Module):
     def forward(self, gradient: Tensor) -> Tensor:
         return (self.weight * gradient).sum()
 
-
-def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
-    def distance(model: Any) -> Tensor:
-        found: Tensor = (model.weight - model.origin).norm() / model.origin.norm()
+    def distance(self) -> Tensor:
+        found: Tensor = (self.weight - self.origin).norm() / self.origin.norm()
         return found
 
-    return Case(steps, Walker, draw, lambda model, g: model(g), distance, furthest, walk=True)
+
+def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
+    walked: Callable[[Any], Tensor] = Walker.distance
+    return Case(steps, Walker, draw, lambda model, g: model(g), walked, furthest, walk=True)
 
 
 def constant_gradient() -> Case:
     """The step size must not grow with the distance: R / sqrt(t) leads at most 2 sqrt(T) R away."""
-    steps = 10_000
-    return _walk(steps, lambda *_: torch.ones(1000), 2 * math.sqrt(steps))
+    return _walk(10_000, lambda *_: torch.ones(1000), 2 * math.sqrt(10_000))
 
 
 def pure_noise() -> Case:
     """The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
-    steps = 30_000
-    furthest = math.sqrt(1 + math.log(steps))
-    return _walk(steps, lambda _, generator: torch.randn(1000, generator=generator), furthest)
+    furthest = math.sqrt(1 + math.log(30_000))
+    return _walk(30_000, lambda _, generator: torch.randn(1000, generator=generator), furthest)
 
 
 def _steps(vocabulary: int, activation: str) -> int:
@@ -350,7 +338,7 @@ CASES |= {
     "digits, batches of 1": partial(on_digits, steps=2000, batch_size=1),
     "digits, last layer zero": partial(on_digits, zero_last),
     "digits, linear, all zero": partial(on_digits, zero_all),
-    "digits, ten ReLU layers": partial(on_digits, partial(layers, *[64] * 10, 10), 1500),
+    "digits, ten ReLU layers": partial(on_digits, partial(perceptron, *[64] * 10, 10), 1500),
     "digits, gradients zero for 500 steps": partial(
         on_digits, steps=1500, factor=lambda t: float(t > 500)
     ),
@@ -367,6 +355,4 @@ CASES |= {
 
 def case(name: str) -> Case:
     """Return a case by its name."""
-    found = CASES[name]()
-    found.name = name
-    return found
+    return replace(CASES[name](), name=name)

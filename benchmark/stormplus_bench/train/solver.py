@@ -1,6 +1,4 @@
-"""Base classes of the benchopt solvers: train to each checkpoint, measure, stop at the budget."""
-
-from __future__ import annotations
+"""Base classes of the benchopt data sets and solvers: train to each checkpoint and measure."""
 
 import math
 import os
@@ -10,12 +8,31 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from benchopt import BaseSolver
+from benchopt import BaseDataset, BaseSolver
 
 from stormplus_bench import rows
+from stormplus_bench.data import MissingData
 from stormplus_bench.train.steppers import OneGradient, Scheduled, Stepper, TwoGradients
 from stormplus_bench.train.training import Training
 from stormplus_bench.train.workload import Workload
+
+
+class WorkloadDataset(BaseDataset):
+    """A data set that makes a workload; `budget` replaces the workload's own."""
+
+    requirements = ["pip::stormplus-bench"]
+
+    @abstractmethod
+    def make_workload(self) -> Workload:
+        """Return the workload; raise MissingData if its data is missing."""
+
+    def get_data(self) -> dict[str, Any]:
+        try:
+            workload = self.make_workload()
+        except MissingData as missing:
+            return {"workload": None, "reason": str(missing)}
+        workload.set_budget(getattr(self, "budget", None))
+        return {"workload": workload, "reason": None}
 
 
 class TorchSolver(BaseSolver):
@@ -44,15 +61,16 @@ class TorchSolver(BaseSolver):
     def stepper(self, training: Training, lr: float) -> Stepper:
         """Return how this method takes a step at the given learning rate."""
 
-    def applies(self, workload: Workload) -> tuple[bool, str | None]:
-        """Return whether to skip the workload, and why."""
-        return False, None
+    def reason_to_skip(self, workload: Workload) -> str | None:
+        """Return why this method does not run on the workload; None if it does."""
+        return None
 
     def skip(self, workload: Workload, seed: int) -> tuple[bool, str | None]:
         journal = os.environ.get("STORMPLUS_ROWS")
         if journal and (workload.name, self.method, self.rate, seed) in _keys(journal):
             return True, "already in the journal"
-        return self.applies(workload)
+        reason = self.reason_to_skip(workload)
+        return reason is not None, reason
 
     def set_objective(self, workload: Workload, seed: int) -> None:
         self.workload, self.seed = workload, seed
@@ -109,11 +127,11 @@ class StormSolver(TorchSolver):
         return self.label if self.unit == 1 else f"{self.label} {self.unit}"
 
     def stepper(self, training: Training, lr: float) -> Stepper:
-        options = {} if self.unit == 1 else {"unit": self.unit}
-        if self.unit == "mean":
-            root = math.sqrt(sum(p.numel() for p in training.parameters))
-            lr, options = lr * root, {"unit": root}
-        return TwoGradients(type(self).optimizer(training.parameters, lr, **options))
+        unit = self.unit
+        if unit == "mean":
+            unit = math.sqrt(sum(p.numel() for p in training.parameters))
+            lr *= unit
+        return TwoGradients(type(self).optimizer(training.parameters, lr, unit=unit))
 
 
 def _keys(journal: str) -> set[rows.Key]:

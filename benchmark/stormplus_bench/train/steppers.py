@@ -1,9 +1,4 @@
-"""Steppers: how each kind of method takes a step, and which model it returns to its user.
-
-MARS (exact version) and SVRG are written from their papers.
-"""
-
-from __future__ import annotations
+"""Steppers: how each kind of method takes a step, and which model it returns to its user."""
 
 import copy
 import math
@@ -12,8 +7,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from stormplus import same_sample
+from stormplus_bench.memory import size_mb, state_mb
 from stormplus_bench.train.training import Diverged, Training
 
 
@@ -51,19 +48,7 @@ class OneGradient(Stepper):
 
     @property
     def state_mb(self) -> float:
-        held = [self.optimizer.state, self.optimizer.param_groups]
-        mine = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
-        return sum(t.nbytes for k, t in _tensors(held).items() if k not in mine) / 2**20
-
-
-def _tensors(held: Any) -> dict[int, Tensor]:
-    """Return the tensors in nested dicts and lists by id."""
-    if isinstance(held, Tensor):
-        return {id(held): held}
-    parts = held.values() if isinstance(held, dict) else held
-    if not isinstance(held, dict | list | tuple):
-        return {}
-    return {k: t for part in parts for k, t in _tensors(part).items()}
+        return state_mb(self.optimizer)
 
 
 def gradient_of(p: Tensor) -> Tensor:
@@ -88,7 +73,7 @@ class TwoGradients(OneGradient):
 
 
 class Averaged(OneGradient):
-    """DoG with its authors' averager, which they call crucial."""
+    """Measured at an average of the iterates: DoG with its authors' averager."""
 
     def __init__(self, optimizer: Any, averager: Any) -> None:
         super().__init__(optimizer)
@@ -106,8 +91,7 @@ class Averaged(OneGradient):
 
     @property
     def state_mb(self) -> float:
-        average: float = sum(p.nbytes for p in self.averager.averaged_model.parameters())
-        return super().state_mb + average / 2**20
+        return super().state_mb + size_mb(self.averager.averaged_model.parameters())
 
 
 class AtAverage(OneGradient):
@@ -140,22 +124,24 @@ class AtAverage(OneGradient):
 
 
 class Scheduled(OneGradient):
-    """Linear warm-up, then a cosine to zero.
+    """Linear warm-up, then a decay to zero.
 
     Args:
         optimizer: A torch optimizer.
         budget: Number of steps.
         warmup: Share of the steps in which the rate rises.
+        linear: Whether the decay is a line instead of a cosine.
     """
 
-    def __init__(self, optimizer: Any, budget: int, warmup: float) -> None:
+    def __init__(self, optimizer: Any, budget: int, warmup: float, *, linear: bool = False) -> None:
         super().__init__(optimizer)
         rising = round(warmup * budget)
 
         def factor(step: int) -> float:
             if step < rising:
                 return (step + 1) / rising
-            return (1 + math.cos(math.pi * (step - rising) / max(budget - rising, 1))) / 2
+            left = 1 - (step - rising) / max(budget - rising, 1)
+            return left if linear else (1 - math.cos(math.pi * left)) / 2
 
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
 
@@ -164,63 +150,89 @@ class Scheduled(OneGradient):
         self.schedule.step()
 
 
-class Mars(Stepper):
-    """MARS-AdamW, exact version (Yuan et al. 2024, Algorithm 2): two gradients per step.
+class Mars(OneGradient):
+    """MARS-AdamW (Yuan et al. 2024, Algorithm 2): AdamW on a corrected gradient.
 
-        c_t = g_t + gamma b1 / (1 - b1) (g_t - grad f(x_{t-1}; xi_t)),  clipped to norm 1
-        m_t = b1 m + (1 - b1) c_t,  v_t = b2 v + (1 - b2) c_t^2
-        x <- x - lr (m_hat / (sqrt(v_hat) + eps) + weight_decay x)
+        c_t = g_t + gamma b1 / (1 - b1) (g_t - old_t),  clipped to norm 1 per tensor
 
-    Defaults of the authors' code: gamma 0.025, betas (0.95, 0.99), eps 1e-8, no decay. The norm
-    is per tensor, as there.
+    Defaults of the authors' code: gamma 0.025, betas (0.95, 0.99), eps 1e-8, no weight decay.
+    This is the exact version, with `old_t` the gradient of sample t at x_{t-1}: two gradients per
+    step, on all tensors.
     """
 
     price = 2
 
     def __init__(self, model: nn.Module, lr: float) -> None:
-        self.lr, self.gamma, self.betas, self.eps = lr, 0.025, (0.95, 0.99), 1e-8
-        self.params = list(model.parameters())
-        self.previous = [p.detach().clone() for p in self.params]
-        self.m = [torch.zeros_like(p) for p in self.params]
-        self.v = [torch.zeros_like(p) for p in self.params]
-        self.t = 0
+        super().__init__(AdamW(model.parameters(), lr, (0.95, 0.99), weight_decay=0.0))
+        self.previous = copy.deepcopy(model)
 
     def step(self, training: Training) -> None:
         sample = training.draw()
-        old = self._gradient_at_previous(training, sample) if self.t > 0 else []
+        if training.evaluations > 0:
+            training.gradient(sample, self.previous)
         training.gradient(sample)
-        b1, b2 = self.betas
-        self.t += 1
         with torch.no_grad():
-            for i, p in enumerate(self.params):
-                g = gradient_of(p)
-                c = g if self.t == 1 else g + self.gamma * b1 / (1 - b1) * (g - old[i])
-                c = c / max(1.0, float(c.norm()))
-                self.m[i].mul_(b1).add_(c, alpha=1 - b1)
-                self.v[i].mul_(b2).addcmul_(c, c, value=1 - b2)
-                self.previous[i].copy_(p)
-                root = (self.v[i] / (1 - b2**self.t)).sqrt_().add_(self.eps)
-                p.addcdiv_(self.m[i], root, value=-self.lr / (1 - b1**self.t))
+            for p, q in zip(training.model.parameters(), self.previous.parameters()):
+                if p.grad is not None:
+                    p.grad = self.corrected(p.grad, p.grad if q.grad is None else q.grad)
+                q.copy_(p)
+        self.optimizer.step()
 
-    def _gradient_at_previous(self, training: Training, sample: Any) -> list[Tensor]:
-        """Return the sample's gradient at the previous iterate; restore running statistics."""
-        buffers = [b.clone() for b in training.model.buffers()]
-        with torch.no_grad():
-            here = [p.detach().clone() for p in self.params]
-            for p, x in zip(self.params, self.previous):
-                p.copy_(x)
-        training.gradient(sample)
-        old = [gradient_of(p).clone() for p in self.params]
-        with torch.no_grad():
-            for p, x in zip(self.params, here):
-                p.copy_(x)
-            for b, saved in zip(training.model.buffers(), buffers):
-                b.copy_(saved)
-        return old
+    @staticmethod
+    def corrected(g: Tensor, old: Tensor) -> Tensor:
+        """Return c_t."""
+        c = g + 0.025 * 0.95 / (1 - 0.95) * (g - old)
+        return c / max(1.0, float(c.norm()))
 
     @property
     def state_mb(self) -> float:
-        return sum(3 * p.numel() * p.element_size() for p in self.params) / 2**20
+        return super().state_mb + size_mb(self.previous.parameters())
+
+
+class MarsApproximate(OneGradient):
+    """The version of MARS that its authors use by default: one gradient per step.
+
+    `old_t` is the gradient g_{t-1} of the previous sample, 0 at the start. Only matrices are
+    corrected; the others have AdamW with betas (0.9, 0.95) and weight decay 0.1, as there.
+    """
+
+    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+        self.matrices = [p for p in parameters if p.ndim == 2]
+        rest = [p for p in parameters if p.ndim != 2]
+        groups = [
+            {"params": self.matrices, "betas": (0.95, 0.99), "weight_decay": 0.0},
+            {"params": rest, "betas": (0.9, 0.95), "weight_decay": 0.1},
+        ]
+        super().__init__(AdamW(groups, lr))
+        self.old = [torch.zeros_like(p) for p in self.matrices]
+
+    def step(self, training: Training) -> None:
+        training.gradient(training.draw())
+        for p, old in zip(self.matrices, self.old):
+            g = gradient_of(p)
+            p.grad = Mars.corrected(g, old)
+            old.copy_(g)
+        self.optimizer.step()
+
+    @property
+    def state_mb(self) -> float:
+        return super().state_mb + size_mb(self.old)
+
+
+class Together(OneGradient):
+    """Two optimizers, each with some of the parameters."""
+
+    def __init__(self, optimizer: Any, other: Any) -> None:
+        super().__init__(optimizer)
+        self.other = other
+
+    def step(self, training: Training) -> None:
+        super().step(training)
+        self.other.step()
+
+    @property
+    def state_mb(self) -> float:
+        return super().state_mb + state_mb(self.other)
 
 
 class Svrg(Stepper):
@@ -262,4 +274,4 @@ class Svrg(Stepper):
 
     @property
     def state_mb(self) -> float:
-        return sum(2 * p.numel() * p.element_size() for p in self.params) / 2**20
+        return 2 * size_mb(self.params)

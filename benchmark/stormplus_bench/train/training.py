@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from stormplus_bench.memory import peak_memory_mb, reset_peak_memory
 from stormplus_bench.rows import CURVE
 from stormplus_bench.train.workload import Workload
 
@@ -21,15 +22,8 @@ if TYPE_CHECKING:
     from stormplus_bench.train.steppers import Stepper
 
 PACKAGES = (
-    "stormplus",
-    "torch",
-    "numpy",
-    "benchopt",
-    "schedulefree",
-    "prodigyopt",
-    "dog-optimizer",
-    "dadaptation",
-    "mechanic-pytorch",
+    *("stormplus", "torch", "numpy", "benchopt", "schedulefree", "prodigyopt", "dog-optimizer"),
+    *("dadaptation", "mechanic-pytorch"),
 )
 
 
@@ -102,6 +96,16 @@ class Training:
         self.seconds += time.perf_counter() - start
         self.peak_memory_mb = max(self.peak_memory_mb, peak_memory_mb())
 
+    def finish(self, notify: Callable[[int], object] = lambda evaluations: None) -> Training:
+        """Train to the end of the budget, or until the run diverges, and measure on the way."""
+        for target in self.workload.checkpoints:
+            self.advance(target)
+            self.record()
+            notify(target)
+            if self.status == "diverged":
+                break
+        return self
+
     def require_whole(self) -> None:
         """Raise if benchopt stopped the run before its budget was spent."""
         budget = self.workload.budget
@@ -130,22 +134,6 @@ class Training:
         return values
 
 
-def peak_memory_mb() -> float:
-    """Return the peak since `reset_peak_memory` in MB: on a GPU or on Linux, else nan."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((int(row.split()[1]) / 1024 for row in lines if row.startswith("VmHWM")), math.nan)
-
-
-def reset_peak_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # Linux: "5" resets the peak to the current use
-        Path("/proc/self/clear_refs").write_text("5")
-
-
 def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
     """Return the row of a finished run; `run` has its method, its rate and "default"."""
     workload = training.workload
@@ -160,7 +148,7 @@ def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
         "peak_memory_mb": round(training.peak_memory_mb, 1),
         "state_mb": round(training.stepper.state_mb, 4),
         "curve": {name: list(map(_short, values)) for name, values in training.curve.items()},
-        "versions": {name: found for name in PACKAGES if (found := _version(name))},
+        "versions": versions(),
         "machine": machine(workload.device),
     }
 
@@ -171,11 +159,13 @@ def _short(value: float) -> float | int | None:
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
 
 
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
+def versions() -> dict[str, str]:
+    """Return the versions of the installed packages that a run depends on."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def machine(device: str = "cpu") -> str:

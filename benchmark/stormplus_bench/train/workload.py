@@ -4,18 +4,18 @@ The initial model and the samples depend on the seed alone, so every method star
 point and sees the same samples.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator, Tensor, nn
-from torch.utils.data import DataLoader, default_collate
+from torch.utils._pytree import tree_map_only
+from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from stormplus.theory.problems import FiniteSum
 
@@ -69,6 +69,12 @@ class Workload(ABC):
     def full_loss(self, model: nn.Module) -> Tensor:
         """Return the loss over the whole training set."""
 
+    def set_budget(self, budget: int | None) -> None:
+        """Change the budget, and the name with it; None keeps both."""
+        if budget and budget != self.budget:
+            self.budget = budget
+            self.name = f"{self.name} ({budget} evaluations)"
+
     @property
     def checkpoints(self) -> list[int]:
         """Gradient evaluations at which to measure, from 0 to the budget."""
@@ -78,17 +84,16 @@ class Workload(ABC):
 class Smooth(Workload):
     """A problem of `stormplus.theory.problems` in float64; `held_out` has the validation data."""
 
+    budget = 1500
+
     def __init__(
         self,
         name: str,
         problem: FiniteSum,
         held_out: FiniteSum | None = None,
         accuracy: Callable[[FiniteSum, Any], float] | None = None,
-        *,
-        budget: int,
     ) -> None:
-        self.name, self.budget = name, budget
-        self.problem, self.held_out, self.accuracy = problem, held_out, accuracy
+        self.name, self.problem, self.held_out, self.accuracy = name, problem, held_out, accuracy
         self.batch_size = problem.batch_size
         self.batches = math.ceil(problem.n_samples / problem.batch_size)
         self.measured = problem.n_samples
@@ -106,13 +111,12 @@ class Smooth(Workload):
         return loss
 
     def measure(self, model: nn.Module) -> dict[str, float]:
-        x = _iterate(model)
-        found = {}
+        x, found = _iterate(model), {}
         for split, problem in (("train", self.problem), ("valid", self.held_out)):
             if problem is not None:
                 found[f"{split}_loss"] = problem.full_value(x)
-                if self.accuracy is not None:
-                    found[f"{split}_accuracy"] = self.accuracy(problem, x)
+            if problem is not None and self.accuracy is not None:
+                found[f"{split}_accuracy"] = self.accuracy(problem, x)
         return found
 
     def full_loss(self, model: nn.Module) -> Tensor:
@@ -185,8 +189,8 @@ class Network(Workload):
         self.train = _examples(data, f"{name}: data")
         self.valid = None if valid is None else _examples(valid, f"{name}: valid")
         self.full_grad, self.augment = full_grad, augment
-        self.batches = math.ceil(_length(self.train) / batch_size)
-        self.measured = min(self.measured, _length(self.train))
+        self.batches = math.ceil(len(self.train) / batch_size)
+        self.measured = min(self.measured, len(self.train))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
 
     def model(self, seed: int) -> nn.Module:
@@ -197,7 +201,7 @@ class Network(Workload):
 
     def samples(self, seed: int) -> Iterator[Any]:
         generator = Generator().manual_seed(1000 + seed)
-        length = _length(self.train)
+        length = len(self.train)
         while True:  # epochs without replacement, without the last short batch
             order = torch.randperm(length, generator=generator)
             for chosen in order.split(self.batch_size):
@@ -208,19 +212,16 @@ class Network(Workload):
                     yield batch
 
     def loss(self, model: nn.Module, sample: Any) -> Tensor:
-        return self.criterion(model, _to(sample, self.device))
+        return self.criterion(model, self._to_device(sample))
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
         model.eval()
-        found: dict[str, float] = {}
+        found: dict[str, float] = defaultdict(float)
         for split, examples in (("train", self.train), ("valid", self.valid)):
-            if examples is None:
-                continue
             for batch, weight in self._parts(examples):
                 for what, value in self.measures(model, batch).items():
-                    key = f"{split}_{what}"
-                    found[key] = found.get(key, 0.0) + weight * float(value)
+                    found[f"{split}_{what}"] += weight * float(value)
         model.train()
         return found
 
@@ -229,7 +230,7 @@ class Network(Workload):
         return found if self.accuracy is None else found | {"accuracy": self.accuracy(model, batch)}
 
     def full_loss(self, model: nn.Module) -> Tensor:
-        return self.loss(model, _batch(self.train, torch.arange(_length(self.train))))
+        return self.loss(model, _batch(self.train, torch.arange(len(self.train))))
 
     def full_grad_norm(self, model: nn.Module) -> float:
         if not self.full_grad:
@@ -245,9 +246,14 @@ class Network(Workload):
 
     def _parts(self, examples: Any) -> Iterator[tuple[Any, float]]:
         """Yield the measured examples in batches of 500, with their shares of the whole."""
-        count = min(self.measured, _length(examples))
+        if examples is None:
+            return
+        count = min(self.measured, len(examples))
         for chosen in torch.arange(count).split(500):
-            yield _to(_batch(examples, chosen), self.device), len(chosen) / count
+            yield self._to_device(_batch(examples, chosen)), len(chosen) / count
+
+    def _to_device(self, batch: Any) -> Any:
+        return tree_map_only(Tensor, lambda t: t.to(self.device), batch)
 
 
 def _examples(data: Any, where: str) -> Any:
@@ -260,37 +266,21 @@ def _examples(data: Any, where: str) -> Any:
         data = data()
     arrays = (Tensor, np.ndarray)
     if isinstance(data, Sequence) and data and all(isinstance(part, arrays) for part in data):
-        data = tuple(map(torch.as_tensor, data))
-        if len({len(part) for part in data}) > 1:
-            raise ValueError(f"{where}: lengths differ, {[len(part) for part in data]}")
-    elif isinstance(data, (Mapping, str)) or not (
-        hasattr(data, "__getitem__") and hasattr(data, "__len__")
-    ):
+        lengths = [len(part) for part in data]
+        if len(set(lengths)) > 1:
+            raise ValueError(f"{where}: lengths differ, {lengths}")
+        data = TensorDataset(*map(torch.as_tensor, data))
+    is_list = hasattr(data, "__getitem__") and hasattr(data, "__len__")
+    if not is_list or isinstance(data, Mapping | str):
         raise TypeError(
             f"{where} should be (inputs, targets), or a torch Dataset with a length, got {data!r}"
         )
-    if _length(data) == 0:
+    if len(data) == 0:
         raise ValueError(f"{where} is empty")
     return data
 
 
-def _is_tensors(examples: Any) -> bool:
-    return isinstance(examples, tuple) and bool(examples) and isinstance(examples[0], Tensor)
-
-
-def _length(examples: Any) -> int:
-    return len(examples[0]) if _is_tensors(examples) else len(examples)
-
-
 def _batch(examples: Any, chosen: Tensor) -> Any:
-    if _is_tensors(examples):
-        return tuple(part[chosen] for part in examples)
+    if isinstance(examples, TensorDataset):
+        return examples[chosen]
     return default_collate([examples[i] for i in chosen.tolist()])
-
-
-def _to(batch: Any, device: str) -> Any:
-    if isinstance(batch, Mapping):
-        return {name: _to(part, device) for name, part in batch.items()}
-    if isinstance(batch, list | tuple):
-        return type(batch)(_to(part, device) for part in batch)
-    return batch.to(device) if isinstance(batch, Tensor) else batch

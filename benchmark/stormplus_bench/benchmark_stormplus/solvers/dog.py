@@ -1,8 +1,7 @@
 from dog import DoG, PolynomialDecayAverager
 
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import Averaged, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.steppers import Averaged
 
 
 class Solver(TorchSolver):
@@ -14,7 +13,7 @@ class Solver(TorchSolver):
     name, label = "dog", "DoG"
     default_lr = 1.0
 
-    def stepper(self, training: Training, lr: float) -> Stepper:
+    def stepper(self, training, lr):
         reps_rel = 1e-4 if training.workload.batch_norm else 1e-6
         optimizer = DoG(training.parameters, lr=lr, reps_rel=reps_rel)
         return Averaged(optimizer, PolynomialDecayAverager(training.model))

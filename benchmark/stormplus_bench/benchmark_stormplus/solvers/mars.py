@@ -1,6 +1,5 @@
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import Mars, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.steppers import Mars
 
 
 class Solver(TorchSolver):
@@ -9,5 +8,5 @@ class Solver(TorchSolver):
     name, label = "mars", "MARS"
     default_lr = 3e-3
 
-    def stepper(self, training: Training, lr: float) -> Stepper:
+    def stepper(self, training, lr):
         return Mars(training.model, lr)

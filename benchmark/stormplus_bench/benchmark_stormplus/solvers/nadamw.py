@@ -1,7 +1,6 @@
 from stormplus_bench.train.nadamw import LEARNING_RATE, WARMUP, NadamW
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import Scheduled, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.steppers import Scheduled
 
 
 class Solver(TorchSolver):
@@ -10,6 +9,6 @@ class Solver(TorchSolver):
     name, label = "nadamw", "NadamW"
     default_lr = LEARNING_RATE
 
-    def stepper(self, training: Training, lr: float) -> Stepper:
+    def stepper(self, training, lr):
         optimizer = NadamW(training.parameters, lr=lr)
         return Scheduled(optimizer, training.workload.budget, WARMUP)

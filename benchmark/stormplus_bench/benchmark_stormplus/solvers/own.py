@@ -1,7 +1,5 @@
-from stormplus_bench.own import TEMPLATES, Method, read_method
+from stormplus_bench.own import TEMPLATES, read_method
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import Stepper
-from stormplus_bench.train.training import Training
 
 
 class Solver(TorchSolver):
@@ -11,16 +9,12 @@ class Solver(TorchSolver):
     parameters = {"lr": [None], "file": [str(TEMPLATES / "solver.py")]}
 
     @property
-    def read(self) -> Method:
-        return read_method(self.file)
+    def method(self):
+        return read_method(self.file).name
 
     @property
-    def method(self) -> str:
-        return self.read.name
+    def default_lr(self):
+        return read_method(self.file).rates[0]
 
-    @property
-    def default_lr(self) -> float:
-        return self.read.rates[0]
-
-    def stepper(self, training: Training, lr: float) -> Stepper:
-        return self.read.stepper(training, lr)
+    def stepper(self, training, lr):
+        return read_method(self.file).stepper(training, lr)

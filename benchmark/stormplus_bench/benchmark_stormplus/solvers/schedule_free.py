@@ -1,8 +1,7 @@
 from schedulefree import AdamWScheduleFree
 
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import AtAverage, Stepper
-from stormplus_bench.train.training import Training
+from stormplus_bench.train.steppers import AtAverage
 
 
 class Solver(TorchSolver):
@@ -16,9 +15,9 @@ class Solver(TorchSolver):
     default_lr = 0.0025
 
     @property
-    def method(self) -> str:
+    def method(self):
         return f"{self.label} warm-up" if self.warmup else self.label
 
-    def stepper(self, training: Training, lr: float) -> Stepper:
+    def stepper(self, training, lr):
         rising = round(self.warmup * training.workload.budget)
         return AtAverage(AdamWScheduleFree(training.parameters, lr=lr, warmup_steps=rising))

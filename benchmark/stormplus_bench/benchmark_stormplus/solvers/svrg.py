@@ -1,7 +1,5 @@
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import Stepper, Svrg
-from stormplus_bench.train.training import Training
-from stormplus_bench.train.workload import Workload
+from stormplus_bench.train.steppers import Svrg
 
 
 class Solver(TorchSolver):
@@ -13,10 +11,10 @@ class Solver(TorchSolver):
     name, label = "svrg", "SVRG"
     default_lr = 0.1
 
-    def applies(self, workload: Workload) -> tuple[bool, str | None]:
+    def reason_to_skip(self, workload):
         if workload.batches * 4 > workload.budget:
-            return True, "a full gradient takes more than a quarter of the budget"
-        return False, None
+            return "a full gradient takes more than a quarter of the budget"
+        return None
 
-    def stepper(self, training: Training, lr: float) -> Stepper:
+    def stepper(self, training, lr):
         return Svrg(training.model, lr)

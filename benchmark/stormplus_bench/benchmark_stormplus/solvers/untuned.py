@@ -1,8 +1,6 @@
 from stormplus import Untuned
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import AtAverage, Stepper
-from stormplus_bench.train.training import Training
-from stormplus_bench.train.workload import Workload
+from stormplus_bench.train.steppers import AtAverage
 
 
 class Solver(TorchSolver):
@@ -11,10 +9,10 @@ class Solver(TorchSolver):
     name, label = "untuned", "Untuned"
     default_lr = 1.0  # its parameter groups' factor, for schedulers
 
-    def applies(self, workload: Workload) -> tuple[bool, str | None]:
+    def reason_to_skip(self, workload):
         if self.lr not in (None, self.default_lr):
-            return True, f"Untuned has no learning rate, got {self.lr}"
-        return False, None
+            return f"Untuned has no learning rate, got {self.lr}"
+        return None
 
-    def stepper(self, training: Training, lr: float) -> Stepper:
+    def stepper(self, training, lr):
         return AtAverage(Untuned(training.parameters))
