@@ -153,17 +153,6 @@ def test_which_events_a_batch_fires_twice(tmp_path):
     assert {name: batch.count(name) for name in batch} == counts
 
 
-def test_a_state_that_cannot_be_loaded_is_not_forgotten(tmp_path):
-    fit(tmp_path, epochs=1).learn.save("half")
-    second, _ = learner(tmp_path, kind=SimplifiedStormPlus)
-    with pytest.warns(UserWarning, match="Could not load the optimizer state"):
-        second.load("half")
-    with pytest.raises(RuntimeError, match=r"not the optimizer's state"):
-        second.fit(1)
-    second.opt.clear_state()
-    second.fit(1)
-
-
 @pytest.mark.parametrize(("evaluation", "moves"), [(2, False), (3, True)])
 def test_a_batch_cancelled_halfway_is_dropped(tmp_path, evaluation, moves):
     class Cancel(Callback):

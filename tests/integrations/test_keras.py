@@ -172,7 +172,7 @@ def constrained():
     [
         (float16, r"LossScaleOptimizer.*mixed_bfloat16"),
         (adam, "got Adam"),
-        (jit_compiled, "leave jit_compile out"),
+        (jit_compiled, "leave it out"),
         (constrained, "has the constraint NonNeg"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -183,12 +183,11 @@ def test_models_that_would_be_wrong_are_refused(make, message):
 
 
 def test_options_that_would_have_no_effect_are_refused():
-    for option in ("clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
-        with pytest.raises(ValueError, match=f"{option}=2 is not supported: "):
-            StormPlusOptimizer(**{option: 2})
+    with pytest.raises(TypeError, match="clipnorm"):
+        fitted(keras_network(), clipnorm=2)
     with pytest.raises(ValueError, match=r"StormPlus, .*Untuned, got 'Adam'"):
         StormPlusOptimizer("Adam")
-    with pytest.raises(RuntimeError, match=r"var_names=\['bias'\]"):
+    with pytest.raises(RuntimeError, match="all variables"):
         StormPlusOptimizer(weight_decay=0.1).exclude_from_weight_decay(var_names=["bias"])
 
 
@@ -252,5 +251,5 @@ def test_recalibrate_says_what_to_do_with_keras_layers():
 
 
 def test_without_the_mixin_untuned_refuses():
-    with pytest.raises(RuntimeError, match=r"Untuned needs its average swapped in"):
+    with pytest.raises(RuntimeError, match="Untuned needs a training step of its own"):
         fit(None, kind=Untuned, tool=False)

@@ -270,7 +270,7 @@ def test_resume_without_seeds(tmp_path, step, every, accumulate):
 def test_a_checkpoint_of_other_devices_is_resumed_with_a_warning(tmp_path):
     """A generator takes part in the random state just as another device does."""
     unseeded(tmp_path, StatefulLoader(), BY_STEP, generators=[torch.Generator()])
-    with pytest.warns(UserWarning, match=r"bytes of random state.*other devices"):
+    with pytest.warns(UserWarning, match="bytes of random state"):
         rest = unseeded(tmp_path, StatefulLoader(), BY_STEP, 8)
     assert rest.net.evaluations == 2 * (3 * BATCHES - 8)
 
@@ -319,8 +319,7 @@ def test_what_would_be_wrong_is_refused(module, options, message):
         run(module(), loader(), *options.pop("callbacks", ()), **options)
 
 
-@pytest.mark.parametrize("callback", [StormPlusCallback, UntunedCallback])
-def test_the_trainer_of_the_other_package_is_refused_with_the_import_to_use(callback):
+def test_the_trainer_of_the_other_package_is_refused_with_the_import_to_use():
     other = pytest.importorskip("pytorch_lightning")
 
     class Other(other.LightningModule):
@@ -336,9 +335,9 @@ def test_the_trainer_of_the_other_package_is_refused_with_the_import_to_use(call
 
     run_by_other = other.Trainer(
         accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, callbacks=[callback()],
+        enable_progress_bar=False, enable_model_summary=False, callbacks=[StormPlusCallback()],
     )  # fmt: skip
-    with pytest.raises(TypeError, match=r"pytorch_lightning\.Trainer: .*from lightning\.pytorch,"):
+    with pytest.raises(TypeError, match="import Trainer from lightning"):
         run_by_other.fit(Other(), loader())
 
 
