@@ -258,7 +258,7 @@ class OwnStep(Precision):
         ({"module": DrawsItsBatch}, "draws another batch each time it is called"),
         ({"module": Manual, "plugins": [half_plugin(1024.0)]}, "16-mixed"),
         ({"plugins": [OwnStep()]}, "OwnStep does not pass the closure on"),
-        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "StochasticWeightAveraging ends"),
+        ({"callbacks": [StochasticWeightAveraging(0.1)]}, "average with EMA"),
         (
             {"callbacks": [StochasticWeightAveraging(0.1)], "kind": Untuned},
             "Untuned averages by itself",

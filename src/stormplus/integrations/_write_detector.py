@@ -27,11 +27,7 @@ def record_versions(opt: PairedOptimizer) -> None:
 def restart_if_written(opt: PairedOptimizer) -> None:
     """Restart the estimator if the parameters were written to; call it before a sample.
 
-    A state that was loaded or reset since the last step belongs to the present point.
-
-    Raises:
-        RuntimeError: If the previous sample restarted too. A restarted sample moves nothing, so
-            the run would stand still.
+    Raises a RuntimeError if the previous sample restarted too: a restarted sample moves nothing.
     """
     generation, versions = _recorded.get(opt, (-1, []))
     written = any(p._version != version for p, version in versions)

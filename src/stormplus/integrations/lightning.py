@@ -41,7 +41,7 @@ class UntunedCallback(AverageCallback, Callback):
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._begin(trainer.optimizers, pl_module, "return Untuned from configure_optimizers")
         if _has_swa(trainer):
-            raise ValueError("Untuned averages by itself: leave StochasticWeightAveraging out")
+            raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
         if self._recalibrate_batches and not pl_module.automatic_optimization:
             raise ValueError(
                 "recalibrate_batches calls training_step again, which steps with manual "
@@ -59,6 +59,8 @@ class UntunedCallback(AverageCallback, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._average.swap_out()
+        if not self._recalibrate_batches:
+            return
         takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         args = (batch, batch_idx) if takes_index else (batch,)
 
@@ -282,19 +284,13 @@ def _check(trainer: Any, pl_module: LightningModule) -> None:
             'strategy="ddp", or FSDP2 in your own loop (docs/many-machines.md)'
         )
     if _has_swa(trainer):
-        raise ValueError(
-            "StochasticWeightAveraging ends with steps without gradients: average with "
-            "EMAWeightAveraging, or with stormplus.UniformIterate"
-        )
+        raise ValueError("leave StochasticWeightAveraging out: average with EMAWeightAveraging")
     if automatic and is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
         raise TypeError(
             "training_step(self, dataloader_iter) draws another batch each time it is called: take "
             "(self, batch, batch_idx), or use manual optimization with one draw before the closure"
         )
     if not automatic and getattr(plugin, "scaler", None) is not None:
-        raise ValueError(
-            "with manual optimization and 16-mixed Lightning steps without the closure: use "
-            "bf16-mixed, or automatic optimization"
-        )
+        raise ValueError("16-mixed drops the closure of manual optimization: use bf16-mixed")
     if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module):
         rank_zero_warn(f"gradient clipping {CLIPPING}: Trainer(gradient_clip_val=None)")
