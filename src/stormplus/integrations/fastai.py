@@ -116,7 +116,7 @@ class StormPlusCallback(Callback):
         if opt.pending:
             opt.restart()
         restart_if_written(opt)
-        if any(p.grad is not None for p in opt.parameters()):
+        if any(p.grad is not None and bool(p.grad.any()) for p in opt.parameters()):
             raise RuntimeError(
                 "the parameters have gradients from an earlier batch, which the second "
                 "evaluation would not see: gradients cannot be accumulated over batches"
