@@ -1,5 +1,6 @@
 """The trainers are installed for the long parts only, so all of these tests are long."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -21,3 +22,13 @@ def pytest_collection_modifyitems(items):
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.long)
             item.add_marker(pytest.mark.filterwarnings(*THEIRS))
+
+
+@pytest.fixture(autouse=True)
+def _fresh_accelerate():
+    """Accelerate keeps its settings for the whole process."""
+    yield
+    if "accelerate.state" in sys.modules:
+        states = sys.modules["accelerate.state"]
+        states.AcceleratorState._reset_state(True)
+        states.GradientState._reset_state()

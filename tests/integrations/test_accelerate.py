@@ -1,9 +1,7 @@
 """Accelerate: what only `prepare` does. What trainers share is in `test_trainers.py`."""
 
 import copy
-import os
-import subprocess
-import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,32 +9,12 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate.state import AcceleratorState, GradientState
-from accelerate_cases import closure_for, fit
-from pages import ROOT
-from trainer_cases import (
-    BATCHES,
-    ROWS,
-    Run,
-    assert_same_runs,
-    data,
-    make,
-    network,
-    plain_run,
-    snapshot,
-    untuned_run,
-    warnings_with,
-)
+from accelerate_cases import closure_for
+from trainer_asserts import assert_same_runs, warnings_with
+from trainer_cases import ROWS, Run, data, fit, network, plain_run, snapshot
 
 from stormplus import StormPlus, Untuned
 from stormplus.integrations.accelerate import prepare
-
-
-@pytest.fixture(autouse=True)
-def _fresh_accelerate():
-    yield
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
 
 
 def batches():
@@ -57,42 +35,38 @@ def test_a_closure_that_would_be_dropped_is_refused():
     assert net.evaluations == 1
 
 
-@pytest.mark.parametrize("by_ours", [True, False])
-def test_model_and_optimizer_in_two_calls(by_ours):
+@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
+def test_model_and_optimizer_in_two_calls_with_validations(kind):
     accelerator, run = Accelerator(cpu=True), Run()
     run.net = network()
-    run.opt = StormPlus(run.net.parameters())
-    model = prepare(accelerator, run.net) if by_ours else accelerator.prepare(run.net)
-    opt = prepare(accelerator, run.opt)
+    run.opt = kind(run.net.parameters())
+    model, opt = prepare(accelerator, run.net), prepare(accelerator, run.opt)
     for i, (x, y) in batches():
         torch.manual_seed(i)
         opt.step(closure_for(accelerator, model, opt, x, y))
         run.states.append(snapshot(run.net))
-    assert_same_runs(run, plain_run(epochs=1))
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        assert kind is StormPlus or run.opt.at_average
+        model.train()
+    assert_same_runs(run, plain_run(kind=kind, epochs=1))
 
 
 def test_what_is_refused():
     model = network()
     opt = StormPlus(model.parameters())
+    several = SimpleNamespace(gradient_accumulation_steps=4)
     with pytest.raises(ValueError, match="gradient_accumulation_steps=4 drops closures"):
-        prepare(Accelerator(cpu=True, gradient_accumulation_steps=4), model, opt)
-    AcceleratorState._reset_state(True)
-    GradientState._reset_state()
+        prepare(several, model, opt)
+    elsewhere = SimpleNamespace(value="DEEPSPEED")
+    with pytest.raises(ValueError, match="DEEPSPEED has not been verified"):
+        prepare(SimpleNamespace(gradient_accumulation_steps=1, distributed_type=elsewhere))
     accelerator = Accelerator(cpu=True)
     prepare(accelerator, network())  # another model
-    for kind in (opt, Untuned(model.parameters())):
+    for one in (opt, Untuned(model.parameters())):
         with pytest.raises(ValueError, match="prepare the model before the optimizer"):
-            prepare(accelerator, kind)
-    prepare(accelerator, opt, model)
-
-    class Elsewhere:
-        gradient_accumulation_steps = 1
-
-        class distributed_type:
-            value = "DEEPSPEED"
-
-    with pytest.raises(ValueError, match="DEEPSPEED has not been verified"):
-        prepare(Elsewhere())
+            prepare(accelerator, one)
 
 
 def test_other_optimizers_stay_as_they_are():
@@ -106,22 +80,14 @@ class Silent(torch.optim.Optimizer):
 
     def __init__(self, inner):
         super().__init__(inner.param_groups, {})
-        self._inner = inner
-
-    def step(self, closure=None):
-        self._inner.step()
-
-    def state_dict(self):
-        return self._inner.state_dict()
-
-    def load_state_dict(self, state_dict):
-        self._inner.load_state_dict(state_dict)
+        self.step, self.state_dict = lambda closure=None: inner.step(), inner.state_dict
+        self.load_state_dict = inner.load_state_dict
 
 
 @pytest.mark.parametrize("wrap", [lambda opt: opt, Silent], ids=["Accelerate", "two wrappers"])
 def test_eval_that_does_nothing_is_found_at_the_first_save(tmp_path, recwarn, wrap):
     accelerator, net = Accelerator(cpu=True), network()
-    inner = make(Untuned, net.parameters())
+    inner = Untuned(net.parameters())
     model, opt = accelerator.prepare(net, wrap(inner))
     for _, (x, y) in batches():
         accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
@@ -134,9 +100,9 @@ def test_eval_that_does_nothing_is_found_at_the_first_save(tmp_path, recwarn, wr
     assert len(warnings_with(recwarn, "the iterate of Untuned is saved")) == (wrap is Silent)
 
 
-def test_a_copy_of_the_model_does_not_swap(tmp_path):
+def test_a_copy_of_the_model_does_not_swap():
     """An average of the user's, say, which is evaluated while the model trains."""
-    run = fit(tmp_path, kind=Untuned, epochs=1)
+    run = fit("accelerate", kind=Untuned, epochs=1)
     twin = copy.deepcopy(run.net)
     with torch.no_grad():
         for p in twin.parameters():
@@ -146,27 +112,6 @@ def test_a_copy_of_the_model_does_not_swap(tmp_path):
     twin.state_dict()
     assert all(bool((p == 0.5).all()) for p in twin.parameters())
     assert not run.opt.at_average
-
-
-def test_a_closure_after_a_validation_trains_the_iterate():
-    accelerator, run = Accelerator(cpu=True), Run()
-    net = run.net = network()
-    run.opt = Untuned(net.parameters())
-    model, opt = prepare(accelerator, net, run.opt)
-    for i, (x, y) in batches():
-        torch.manual_seed(i)
-        opt.step(closure_for(accelerator, model, opt, x, y))
-        run.states.append(snapshot(net))
-        model.eval()
-        with torch.no_grad():
-            model(x)
-        assert run.opt.at_average
-        model.train()
-    assert_same_runs(run, untuned_run(epochs=1))
-    assert net.evaluations == BATCHES
-    model.eval()
-    with pytest.raises(RuntimeError, match="called in eval mode"):
-        opt.step(closure_for(accelerator, model, opt, x, y))
 
 
 @pytest.mark.parametrize("inner", [True, False])
@@ -181,14 +126,3 @@ def test_a_compiled_model_is_saved_at_the_average(inner):
     assert not opt.optimizer.at_average
     (model._orig_mod if inner else model).state_dict()
     assert opt.optimizer.at_average
-
-
-def test_the_example_runs_under_torchrun_in_two_processes():
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    out = subprocess.run(
-        [*command, str(ROOT / "examples" / "accelerate_loop.py"), "--epochs", "2"],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        capture_output=True, text=True, check=True, timeout=600,
-    ).stdout  # fmt: skip
-    # each rank has 11 of the 22 batches; rank 0 alone prints
-    assert out.count(f"22 samples, {2 * (2 * 22 - 1)} evaluations") == 1

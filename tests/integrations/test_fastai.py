@@ -1,7 +1,5 @@
 """fastai: what only its callbacks do. What trainers share is in `test_trainers.py`."""
 
-import importlib
-import warnings
 from functools import partial
 
 import pytest
@@ -9,54 +7,45 @@ import torch
 
 pytest.importorskip("fastai")
 
-from fastai_cases import Callback, MixedPrecision, Watch, fit, learner
-from trainer_cases import (
-    BATCHES,
-    ROWS,
-    assert_same_states,
-    hooks_left,
-    plain_run,
-    warnings_with,
-)
+import trainer_cases
+from fastai_cases import Callback, Watch, again, fastai
+from trainer_asserts import assert_same_states, hooks_left, warnings_with
+from trainer_cases import BATCHES, ROWS, Run, plain_run
 
 from stormplus import SimplifiedStormPlus, StormPlus, Untuned
 
-plain = partial(plain_run, dtype=torch.float32, epochs=1)
+fit = partial(trainer_cases.fit, "fastai")
+plain = partial(plain_run, dtype=torch.float32)
+KINDS = pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
+TWICE_BUT_ONCE = 2 * BATCHES - 1
 
 
-def fastai_class(module, name):
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # fastai's own, while it is imported
-        return getattr(importlib.import_module(f"fastai.{module}"), name)
+def split(net):
+    return [list(net.body[:2].parameters()), list(net.body[2:].parameters())]
 
 
-def test_the_loss_that_metrics_see_is_the_first_evaluations(tmp_path):
-    watch = Watch()
-    learner(tmp_path, watch=watch)[0].fit(1)
+def test_the_loss_that_metrics_see_is_the_first_evaluations():
     losses = plain().losses
-    assert watch.seen == [losses[0], *losses[1::2]]
+    assert fit().losses == [losses[0], *losses[1::2]]
 
 
-def test_the_papers_lr_is_the_default_and_fit_may_set_another(tmp_path):
-    run = fit(tmp_path, epochs=1)
+def test_the_papers_lr_is_the_default_and_fit_may_set_another():
+    run = fit(kind=SimplifiedStormPlus)
     assert run.learn.lr == run.opt.param_groups[0]["lr"] == 1.0
-    learn, run = learner(tmp_path, kind=SimplifiedStormPlus)
-    learn.fit(1, lr=0.25, wd=0.01)
+    run.learn.fit(1, lr=0.25, wd=0.01)
     group = run.opt.param_groups[0]
     assert (group["lr"], group["weight_decay"]) == (0.25, 0.01)
 
 
-def splitter(model):
-    return [list(model.body[:2].parameters()), list(model.body[2:].parameters())]
+@pytest.mark.parametrize("name", ["fit_one_cycle", "fine_tune", "fit_flat_cos"])
+@KINDS
+def test_the_main_verbs_train(kind, name, recwarn):
+    def verb(learn):
+        getattr(learn, name)(1)
 
-
-@pytest.mark.parametrize("verb", ["fit_one_cycle", "fine_tune", "fit_flat_cos"])
-@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
-def test_the_main_verbs_train(tmp_path, kind, verb, recwarn):
-    learn, run = learner(tmp_path, kind=kind, splitter=splitter, train_bn=False)
-    getattr(learn, verb)(1)
-    assert len(run.states) == BATCHES * (2 if verb == "fine_tune" else 1)
-    momentum = verb != "fit_flat_cos"
+    run = fit(kind=kind, splitter=split, train_bn=False, verb=verb)
+    assert len(run.states) == BATCHES * (2 if name == "fine_tune" else 1)
+    momentum = name != "fit_flat_cos"
     assert len(warnings_with(recwarn, "schedules of a momentum are ignored")) == momentum
     rates = warnings_with(recwarn, "learning rates and their schedules are ignored")
     assert len(rates) == (kind is Untuned)
@@ -65,10 +54,9 @@ def test_the_main_verbs_train(tmp_path, kind, verb, recwarn):
 
 
 @pytest.mark.parametrize("lr", [0.01, slice(1e-5, 1e-3)])
-def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(tmp_path, lr):
-    learn, run = learner(tmp_path, kind=Untuned)
+def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(lr):
     with pytest.warns(UserWarning, match="learning rates and their schedules are ignored"):
-        learn.fit(1, lr=lr)
+        run = fit(kind=Untuned, verb=lambda learn: learn.fit(2, lr=lr))
     assert_same_states(run.states, plain(kind=Untuned).states)
 
 
@@ -77,65 +65,59 @@ def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(tmp_path, lr):
     "ignore:learning rates and their schedules", "ignore::pytest.PytestUnraisableExceptionWarning"
 )
 def test_the_learning_rate_finder_is_refused(tmp_path, tool):
-    learn, _ = learner(tmp_path, kind=Untuned, tool=tool)
     with pytest.raises(RuntimeError, match="no learning rate to find"):
-        learn.lr_find()
+        fit(tmp_path, kind=Untuned, tool=tool, verb=lambda learn: learn.lr_find())
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "message"),
+    ("kind", "message"),
     [
-        ("callback.training", "GradientAccumulation", "GradientAccumulation accumulates"),
-        ("callback.fp16", "MixedPrecision", "use to_bf16"),
-        ("callback.fp16", "NonNativeMixedPrecision", "copy of the parameters"),
-        ("distributed", "DistributedTrainer", "DistributedTrainer is not verified"),
-        ("distributed", "ParallelTrainer", "they are not replayed"),
+        (fastai.callback.training.GradientAccumulation, "GradientAccumulation accumulates"),
+        (fastai.callback.fp16.MixedPrecision, "use to_bf16"),
+        (fastai.callback.fp16.NonNativeMixedPrecision, "copy of the parameters"),
+        (fastai.distributed.DistributedTrainer, "DistributedTrainer is not verified"),
+        (fastai.distributed.ParallelTrainer, "they are not replayed"),
     ],
+    ids=lambda value: getattr(value, "__name__", ""),
 )
-def test_what_would_be_wrong_is_refused(tmp_path, module, name, message):
-    kind = fastai_class(module, name)
-    if name == "GradientAccumulation":
-        callback = kind(2 * ROWS)
-    elif kind is MixedPrecision:
-        callback = kind(enabled=False)
-    else:
-        callback = object.__new__(kind)
-    callback.run = name == "GradientAccumulation"  # the others need a GPU
-    learn, _ = learner(tmp_path, callback)
+def test_what_would_be_wrong_is_refused(kind, message):
+    callback = object.__new__(kind)
+    callback.run = False  # most need a GPU
+    if kind is fastai.callback.fp16.MixedPrecision:
+        callback.amp_mode = fastai.callback.fp16.AMPMode.FP16
     with pytest.raises(RuntimeError, match=message):
-        learn.fit(1)
-    assert learn.model.evaluations == 0
+        fit(None, callback)
 
 
-def test_accumulation_by_cancelling_batches_is_refused(tmp_path):
+def test_accumulation_by_cancelling_batches_is_refused():
     class Accumulates(Callback):
         def before_step(self):
             if self.learn.iter % 2 == 0:
-                raise fastai_class("callback.core", "CancelBatchException")
+                raise fastai.callback.core.CancelBatchException
 
     with pytest.raises(RuntimeError, match="gradients from an earlier batch"):
-        fit(tmp_path, Accumulates())
+        fit(None, Accumulates())
 
 
-def test_without_the_wrapper(tmp_path):
-    learn, _ = learner(
-        tmp_path, wrapper=partial(fastai_class("optimizer", "OptimWrapper"), opt=StormPlus)
-    )
+def test_without_the_wrapper():
+    wrapper = partial(fastai.optimizer.OptimWrapper, opt=StormPlus)
     with pytest.raises(TypeError, match=r"pass Learner opt_func=opt_func"):
-        learn.fit(1)
+        fit(opt_func=wrapper)
 
 
-@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
-def test_predictions_and_validation_need_no_optimizer(tmp_path, kind):
-    learn, _ = learner(tmp_path, kind=kind)
-    learn.remove_cb(Watch)
-    learn.validate()
-    predictions, _ = learn.get_preds()
-    assert len(predictions) == BATCHES * ROWS
-    assert learn.opt is None
+@KINDS
+def test_predictions_and_validation_need_no_optimizer(kind):
+    def verb(learn):
+        learn.remove_cb(Watch)
+        learn.validate()
+        predictions, _ = learn.get_preds()
+        assert len(predictions) == BATCHES * ROWS
+        assert learn.opt is None
+
+    fit(kind=kind, verb=verb)
 
 
-def test_which_events_a_batch_fires_twice(tmp_path):
+def test_which_events_a_batch_fires_twice():
     seen = []
 
     class Events(Callback):
@@ -144,78 +126,69 @@ def test_which_events_a_batch_fires_twice(tmp_path):
         def __call__(self, name):
             seen.append(name)
 
-    fit(tmp_path, Events(), epochs=1)
-    second = seen[seen.index("after_batch") + 1 :]
-    batch = second[: second.index("after_batch") + 1]
-    twice = ["after_pred", "after_loss", "before_backward", "after_backward", "before_step",
-             "after_cancel_step", "after_step"]  # fmt: skip
-    counts = dict.fromkeys(["before_batch", "after_batch"], 1) | dict.fromkeys(twice, 2)
-    assert {name: batch.count(name) for name in batch} == counts
-
-
-def test_a_state_that_cannot_be_loaded_is_not_forgotten(tmp_path):
-    fit(tmp_path, epochs=1).learn.save("half")
-    second, _ = learner(tmp_path, kind=SimplifiedStormPlus)
-    with pytest.warns(UserWarning, match="Could not load the optimizer state"):
-        second.load("half")
-    with pytest.raises(RuntimeError, match=r"not the optimizer's state"):
-        second.fit(1)
-    second.opt.clear_state()
-    second.fit(1)
+    fit(None, Events(), epochs=1)
+    assert seen.count("before_batch") == seen.count("after_batch")
+    assert seen.count("before_backward") == seen.count("after_step") == TWICE_BUT_ONCE
 
 
 @pytest.mark.parametrize(("evaluation", "moves"), [(2, False), (3, True)])
-def test_a_batch_cancelled_halfway_is_dropped(tmp_path, evaluation, moves):
+def test_a_batch_cancelled_halfway_is_dropped(evaluation, moves):
     class Cancel(Callback):
         order, run_valid, left = 500, False, evaluation
 
         def before_step(self):
             self.left -= 1
             if self.left == 0:
-                raise fastai_class("callback.core", "CancelBatchException")
+                raise fastai.callback.core.CancelBatchException
 
         def after_cancel_batch(self):
             self.learn.opt.zero_grad()
 
     # Evaluation 1 is the first sample, 2 and 3 are the second's.
-    run = fit(tmp_path, Cancel(), epochs=1)
+    run = fit(None, Cancel(), epochs=1)
     first, second = run.states[:2]
     assert torch.equal(first["body.0.weight"], second["body.0.weight"]) != moves
     assert run.opt.diagnostics()["step"] == BATCHES - 1
     assert not hooks_left(run.opt)
 
 
-@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
-def test_a_fit_that_fails_leaves_a_learner_that_goes_on(tmp_path, kind):
-    run = fit(tmp_path, kind=kind, epochs=1)
-    run.net.fails_at = run.net.evaluations + 4
+@KINDS
+def test_a_fit_that_fails_leaves_a_learner_that_goes_on(kind):
+    def setup(net):
+        net.fails_at = 4
+
+    run = Run()
     with pytest.raises(OSError, match="a broken disc"):
-        run.learn.fit(1)
+        fit(kind=kind, setup=setup, run=run)
     run.learn.opt.zero_grad()
     before = run.opt.diagnostics()["step"]
-    run.learn.fit(1)
-    assert run.opt.diagnostics()["step"] == before + BATCHES
+    again(run)
+    assert run.opt.diagnostics()["step"] == before + 2 * BATCHES
     assert not run.net._forward_pre_hooks
 
 
-@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
-def test_freezing_starts_over(tmp_path, kind):
-    learn, run = learner(tmp_path, kind=kind, splitter=splitter, train_bn=False)
-    learn.freeze()
-    learn.fit(1)
-    assert torch.equal(run.states[0]["body.0.weight"], run.states[-1]["body.0.weight"])
-    learn.unfreeze()
-    assert run.opt.diagnostics()["step"] == 0
-    learn.fit(1)
-    assert run.opt.grad_evaluations == (2 * BATCHES - 1 if kind is StormPlus else BATCHES)
+@KINDS
+def test_freezing_starts_over(kind):
+    def verb(learn):
+        learn.freeze()
+        learn.fit(1)
+        learn.unfreeze()
+        assert learn.opt.opt.diagnostics()["step"] == 0
+        learn.fit(1)
+
+    run = fit(kind=kind, splitter=split, train_bn=False, verb=verb)
+    frozen = run.states[:BATCHES]
+    assert torch.equal(frozen[0]["body.0.weight"], frozen[-1]["body.0.weight"])
+    assert run.opt.grad_evaluations == (TWICE_BUT_ONCE if kind is StormPlus else BATCHES)
 
 
 def test_export_keeps_the_state(tmp_path):
-    watch = Watch()
-    learn, run = learner(tmp_path, watch=watch)
-    learn.fit(1)
-    learn.remove_cb(watch)
-    learn.export("learner.pkl")
-    learn.add_cb(Watch(run, BATCHES))
-    learn.fit(1)
-    assert_same_states(run.states, plain(epochs=2).states)
+    def verb(learn):
+        learn.fit(1)
+        watch = learn.watch
+        learn.remove_cb(watch)
+        learn.export("learner.pkl")
+        learn.add_cb(watch)
+        learn.fit(1)
+
+    assert_same_states(fit(tmp_path, verb=verb).states, plain().states)

@@ -3,6 +3,7 @@
 import importlib.util
 import sys
 from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,33 +12,25 @@ import torch
 if importlib.util.find_spec("keras") is None:
     pytest.skip("keras is not installed", allow_module_level=True)
 
+import trainer_cases
 from keras_cases import (
     FEATURES,
     Model,
     StormPlusModelMixin,
     StormPlusOptimizer,
     compiled,
-    fit,
     fitted,
     keras,
     keras_distance,
     keras_network,
     plain_keras,
 )
-from trainer_cases import (
-    BATCHES,
-    ROWS,
-    SAMPLES,
-    Run,
-    assert_at_average,
-    assert_same_states,
-    data,
-    snapshot,
-    untuned_run,
-)
+from trainer_asserts import assert_at_average, assert_same_states
+from trainer_cases import BATCHES, ROWS, SAMPLES, Run, data, snapshot, untuned_run
 
-from stormplus import SimplifiedStormPlus, Untuned, recalibrate
+from stormplus import Untuned, recalibrate
 
+fit = partial(trainer_cases.fit, "keras")
 BATCH_LIST = list(zip(*(part.split(ROWS) for part in data(dtype=torch.float32))))
 
 
@@ -90,14 +83,13 @@ def test_the_loss_reported_is_the_first_evaluations():
         model.reset_metrics()
 
 
-@pytest.mark.parametrize("method", ["SimplifiedStormPlus", "Untuned"])
-def test_schedules_of_keras(method):
+@pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
+def test_a_learning_rate_that_keras_changes(method):
     schedule = keras.optimizers.schedules.PolynomialDecay(1.0, SAMPLES, 0.0)
     opt = fitted(keras_network(), learning_rate=schedule, method=method).opt
-    assert type(opt) is {"SimplifiedStormPlus": SimplifiedStormPlus, "Untuned": Untuned}[method]
     assert opt.param_groups[0]["lr"] == pytest.approx(1 / SAMPLES)
     halve = keras.callbacks.LearningRateScheduler(lambda epoch: 0.5**epoch)
-    assert fitted(keras_network(), callbacks=[halve]).opt.param_groups[0]["lr"] == 0.5
+    assert fitted(keras_network(), halve, method=method).opt.param_groups[0]["lr"] == 0.5
 
 
 # -- weights and states --------------------------------------------------------------------------
@@ -119,9 +111,9 @@ def backup(folder, method):
 
     first, saves, loads = Run(), *(keras.callbacks.BackupAndRestore(folder / "b") for _ in range(2))
     with suppress(KeyboardInterrupt):
-        fitted(keras_network(seeded=False), run=first, callbacks=[saves, Stop()], method=method)
+        fitted(keras_network(seeded=False), saves, Stop(), run=first, method=method)
     again = compiled(keras_network(seed=1, seeded=False), method)
-    return first, fitted(again, callbacks=[loads], first=BATCHES)
+    return first, fitted(again, loads, first=BATCHES)
 
 
 @pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
@@ -136,6 +128,8 @@ def test_other_ways_to_resume(tmp_path, way, method):
 def test_another_methods_state_is_refused(tmp_path):
     fitted(keras_network(), epochs=1).trainer.save_weights(tmp_path / "half.weights.h5")
     second = compiled(keras_network(), "SimplifiedStormPlus")
+    with pytest.raises(ValueError, match="not built yet"):
+        second.load_weights(tmp_path / "half.weights.h5")
     second.optimizer.build(second.trainable_variables)
     with pytest.raises(ValueError, match="saved with rule"):
         second.load_weights(tmp_path / "half.weights.h5")
@@ -147,58 +141,52 @@ def test_another_methods_state_is_refused(tmp_path):
 def float16():
     model = keras_network(dtype="mixed_float16")
     model.dtype_policy = keras.DTypePolicy("mixed_float16")
-    return compiled(model)
+    fitted(model)
 
 
 def adam():
     model = keras_network()
     model.compile(optimizer="adam", loss=keras_distance)
-    return model
+    fitted(model)
 
 
 def jit_compiled():
     model = keras_network()
     model.compile(optimizer=StormPlusOptimizer(), loss=keras_distance, jit_compile=True)
-    return model
+    fitted(model)
 
 
 def constrained():
     x = keras.Input((FEATURES,))
-    return Model(x, keras.layers.Dense(1, kernel_constraint="non_neg")(x))
+    fitted(Model(x, keras.layers.Dense(1, kernel_constraint="non_neg")(x)))
 
 
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (float16, r"LossScaleOptimizer.*mixed_bfloat16"),
-        (adam, "got Adam"),
-        (jit_compiled, "leave jit_compile out"),
-        (constrained, "has the constraint NonNeg"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_models_that_would_be_wrong_are_refused(make, message):
-    with pytest.raises((TypeError, ValueError), match=message):
-        fitted(make())
-
-
-def test_options_that_would_have_no_effect_are_refused():
-    for option in ("clipnorm", "use_ema", "gradient_accumulation_steps", "loss_scale_factor"):
-        with pytest.raises(ValueError, match=f"{option}=2 is not supported: "):
-            StormPlusOptimizer(**{option: 2})
-    with pytest.raises(ValueError, match=r"StormPlus, .*Untuned, got 'Adam'"):
-        StormPlusOptimizer("Adam")
-    with pytest.raises(RuntimeError, match=r"var_names=\['bias'\]"):
-        StormPlusOptimizer(weight_decay=0.1).exclude_from_weight_decay(var_names=["bias"])
-
-
-def test_layers_that_are_unfrozen_after_building_are_refused():
+def unfrozen_after_building():
     model = keras_network()
     model.layers[1].trainable = False
     fitted(model, epochs=1)
     model.layers[1].trainable = True
-    with pytest.raises(ValueError, match="Unknown variable"):
-        fitted(model, epochs=1)
+    fitted(model, epochs=1)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (float16, r"LossScaleOptimizer.*mixed_bfloat16"),
+        (adam, "got Adam"),
+        (jit_compiled, "jit_compile"),
+        (constrained, "has the constraint NonNeg"),
+        (unfrozen_after_building, "Unknown variable"),
+        (lambda: fitted(keras_network(), clipnorm=2), "clipnorm"),
+        (lambda: StormPlusOptimizer("Adam"), r"StormPlus, .*Untuned, got 'Adam'"),
+        (lambda: StormPlusOptimizer().exclude_from_weight_decay(var_names=["b"]), "all variables"),
+        (lambda: fit(kind=Untuned, tool=False), r"Untuned needs .*StormPlusModelMixin"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_would_be_wrong_is_refused(wrong, message):
+    with pytest.raises((TypeError, ValueError, RuntimeError), match=message):
+        wrong()
 
 
 def test_another_backend_is_refused(monkeypatch):
@@ -216,7 +204,7 @@ def test_a_learning_rate_is_ignored_with_a_warning():
     assert optimizer.get_config()["learning_rate"] == 1.0
 
 
-def test_early_stopping_restores_an_average(tmp_path):
+def test_early_stopping_restores_an_average():
     class Rises(keras.callbacks.Callback):
         def on_epoch_end(self, epoch, logs=None):
             logs["mark"] = float(epoch)
@@ -224,12 +212,12 @@ def test_early_stopping_restores_an_average(tmp_path):
     stop = keras.callbacks.EarlyStopping(
         monitor="mark", mode="min", patience=5, restore_best_weights=True
     )
-    run = fit(tmp_path, Rises(), stop, kind=Untuned)
+    run = fit(None, Rises(), stop, kind=Untuned)
     assert_at_average(snapshot(run.net), untuned_run(dtype=torch.float32), BATCHES)
 
 
 @pytest.mark.parametrize("way", ["predict", "predict_on_batch", "test_on_batch", "evaluate"])
-def test_evaluating_in_the_middle_of_an_epoch_shows_the_average_and_changes_nothing(tmp_path, way):
+def test_evaluating_in_the_middle_of_an_epoch_shows_the_average_and_changes_nothing(way):
     x, y = BATCH_LIST[0]
     seen, run, plain = [], Run(), untuned_run(epochs=1, dtype=torch.float32)
 
@@ -240,7 +228,7 @@ def test_evaluating_in_the_middle_of_an_epoch_shows_the_average_and_changes_noth
             getattr(self.model, way)(*args, **quiet)
             seen.append(snapshot(run.net))
 
-    fit(tmp_path, Evaluates(), kind=Untuned, epochs=1, run=run)
+    fit(None, Evaluates(), kind=Untuned, epochs=1, run=run)
     assert_same_states(run.states, plain.states)
     assert_at_average(seen[-1], plain, BATCHES)
 
@@ -249,8 +237,3 @@ def test_recalibrate_says_what_to_do_with_keras_layers():
     model = fitted(keras_network(seeded=False), method="Untuned").trainer
     with pytest.raises(TypeError, match=r"call model\(x, training=True\) on some batches"):
         recalibrate(model, [x for x, _ in BATCH_LIST])
-
-
-def test_without_the_mixin_untuned_refuses():
-    with pytest.raises(RuntimeError, match=r"Untuned needs its average swapped in"):
-        fit(None, kind=Untuned, tool=False)

@@ -22,58 +22,36 @@ def logged(log):
     return expected
 
 
-def tensorboard(folder, monkeypatch):
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from torch.utils.tensorboard import SummaryWriter
-
-    with SummaryWriter(folder) as writer:
-
-        def log(numbers, step):
-            for name, value in numbers.items():
-                writer.add_scalar(name, value, step)
-
-        expected = logged(log)
-    events = EventAccumulator(str(folder)).Reload()
-    return expected, {name: [e.value for e in events.Scalars(name)] for name in expected[0]}
-
-
-def mlflow(folder, monkeypatch):
+def test_mlflow(tmp_path, monkeypatch):
     mlflow = pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # a folder, where no database is
     monkeypatch.setenv("GIT_PYTHON_REFRESH", "quiet")
-    mlflow.set_tracking_uri((folder / "runs").as_uri())
+    mlflow.set_tracking_uri((tmp_path / "runs").as_uri())
     try:
         with mlflow.start_run() as run:
             expected = logged(lambda numbers, step: mlflow.log_metrics(numbers, step=step))
-        history = mlflow.MlflowClient().get_metric_history
-        found = {name: history(run.info.run_id, name) for name in expected[0]}
-        return expected, {name: [m.value for m in metrics] for name, metrics in found.items()}
+        for name in expected[0]:
+            history = mlflow.MlflowClient().get_metric_history(run.info.run_id, name)
+            assert [m.value for m in history] == pytest.approx([row[name] for row in expected])
     finally:
         mlflow.set_tracking_uri(None)
 
 
-def wandb(folder, monkeypatch):
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::ResourceWarning")
+def test_wandb(tmp_path, monkeypatch):
     wandb = pytest.importorskip("wandb")
     for name in ("WANDB_DIR", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR"):
-        monkeypatch.setenv(name, str(folder))
+        monkeypatch.setenv(name, str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
-    with wandb.init(mode="offline", project="test", dir=folder) as run:
+    with wandb.init(mode="offline", project="test", dir=tmp_path) as run:
         expected = logged(lambda numbers, step: run.log(numbers))
-        return expected[-1:], {name: [run.summary[name]] for name in expected[-1]}
+        assert {name: run.summary[name] for name in expected[-1]} == pytest.approx(expected[-1])
 
 
-@pytest.mark.filterwarnings(
-    "ignore::FutureWarning", "ignore::DeprecationWarning", "ignore::ResourceWarning"
-)
-@pytest.mark.parametrize("logger", [tensorboard, mlflow, wandb], ids=lambda f: f.__name__)
-def test_every_number_of_every_step_is_logged(logger, tmp_path, monkeypatch):
-    expected, found = logger(tmp_path, monkeypatch)
-    for name, values in found.items():
-        assert values == pytest.approx([numbers[name] for numbers in expected])
-
-
-def test_the_example_runs(tmp_path):
+def test_tensorboard_in_the_example(tmp_path):
     pytest.importorskip("tensorboard")
-    out = run_example("tensorboard_diagnostics.py", "--samples", 9, "--out", tmp_path)
-    assert "9 samples logged" in out
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run_example("tensorboard_diagnostics.py", "--samples", 9, "--out", tmp_path)
+    events = EventAccumulator(str(next(tmp_path.rglob("events*")).parent)).Reload()
+    assert any(len(events.Scalars(tag)) == 9 for tag in events.Tags()["scalars"] if "gain" in tag)

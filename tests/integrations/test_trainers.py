@@ -7,61 +7,67 @@ from contextlib import nullcontext
 import pytest
 import torch
 from pages import run_example
-from trainer_cases import (
-    BATCHES,
-    EPOCHS,
-    ROWS,
-    SAMPLES,
-    Run,
+from trainer_asserts import (
     assert_at_average,
     assert_same_runs,
     assert_same_states,
-    data,
     hooks_left,
+    warnings_with,
+)
+from trainer_cases import (
+    BATCHES,
+    EPOCHS,
+    FLOAT32_ONLY,
+    ROWS,
+    SAMPLES,
+    Run,
+    adapter,
+    data,
+    fit,
     network,
     plain_run,
     snapshot,
     untuned_run,
-    warnings_with,
 )
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, recalibrate
 from stormplus.integrations.untuned import Average
 
-PACKAGES = {  # and the extra that installs it
-    "lightning": ("lightning.pytorch", "lightning"),
-    "huggingface": ("transformers", "huggingface"),
-    "accelerate": ("accelerate", "accelerate"),
-    "fastai": ("fastai.callback.core", "fastai"),
-    "keras": ("keras", "keras"),
-    "skorch": ("skorch", None),  # the mixin imports nothing of it
+PACKAGES = {
+    "lightning": "lightning.pytorch",
+    "huggingface": "transformers",
+    "accelerate": "accelerate",
+    "fastai": "fastai.callback.core",
+    "keras": "keras",
+    "skorch": "skorch",
 }
 CLIPPING = "two gradients of a sample separately"
 ITERATE = "the iterate of Untuned"
 STATISTICS = "body.1.num_batches_tracked"
+KINDS = pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
 
 
 def trainers(*names):
-    return pytest.mark.parametrize("name", names or tuple(PACKAGES))
+    return pytest.mark.parametrize("name", names or tuple(PACKAGES), indirect=True)
+
+
+KEEP_THEIR_OPTIMIZER = trainers("huggingface", "fastai", "keras", "skorch")  # for a second fit
+
+
+def skip_unless_installed(package):
+    if importlib.util.find_spec(package.split(".")[0]) is None:
+        pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture
-def cases(name):
-    """The module with a trainer's `fit`."""
-    package = PACKAGES[name][0].split(".")[0]
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
-    yield importlib.import_module(f"{name}_cases")
-    if "accelerate.state" in sys.modules:
-        states = sys.modules["accelerate.state"]
-        states.AcceleratorState._reset_state(True)
-        states.GradientState._reset_state()
+def name(request):
+    skip_unless_installed(PACKAGES[request.param])
+    return request.param
 
 
 @pytest.fixture
 def dtype(name):
-    """fastai and Keras know float32 only."""
-    return torch.float32 if name in ("fastai", "keras") else torch.float64
+    return torch.float32 if name in FLOAT32_ONLY else torch.float64
 
 
 # -- the plain loop's run ------------------------------------------------------------------------
@@ -69,30 +75,24 @@ def dtype(name):
 
 @pytest.mark.parametrize("kind", [StormPlus, SimplifiedStormPlus, Storm], ids=lambda k: k.__name__)
 @trainers()
-def test_the_run_is_the_plain_loops(cases, dtype, tmp_path, kind):
-    run = cases.fit(tmp_path, kind=kind, lr=0.5)
-    assert_same_runs(run, plain_run(kind=kind, lr=0.5, dtype=dtype))
+def test_the_run_is_the_plain_loops(name, dtype, tmp_path, kind):
+    def falls(step):
+        return 1.0 if step < 5 else 0.25
+
+    run = fit(name, tmp_path, kind=kind, lr=0.5, schedule=falls)
+    assert_same_runs(run, plain_run(kind=kind, lr=0.5, schedule=falls, dtype=dtype))
     assert run.net.evaluations == run.opt.grad_evaluations == 2 * SAMPLES - 1
     assert run.states[-1][STATISTICS] == SAMPLES
     assert not hooks_left(run.opt)
 
 
-@trainers()
-def test_a_schedule_of_the_lr(cases, dtype, tmp_path):
-    def falls(step):
-        return 1.0 if step < 5 else 0.25
-
-    run = cases.fit(tmp_path, lr=0.5, schedule=falls)
-    assert_same_runs(run, plain_run(lr=0.5, schedule=falls, dtype=dtype))
-
-
 @pytest.mark.parametrize("outside", [False, True], ids=["trainer's", "around the run"])
 @trainers("lightning", "huggingface", "accelerate", "fastai", "skorch")
-def test_bf16_autocast_casts_the_moved_weights(cases, tmp_path, outside):
+def test_bf16_autocast_casts_the_moved_weights(name, tmp_path, outside):
     """Inside an outer autocast, weights that were cast before the move are still in its cache."""
     half = torch.bfloat16
     with torch.autocast("cpu", dtype=half) if outside else nullcontext():
-        run = cases.fit(tmp_path, half=None if outside else half, dtype=torch.float32)
+        run = fit(name, tmp_path, half=None if outside else half, dtype=torch.float32)
     plain = plain_run(half=half, dtype=torch.float32)
     assert_same_runs(run, plain)
     full = plain_run(dtype=torch.float32)
@@ -100,8 +100,8 @@ def test_bf16_autocast_casts_the_moved_weights(cases, tmp_path, outside):
 
 
 @trainers("lightning", "huggingface", "accelerate", "fastai", "skorch")
-def test_clipping_sees_both_gradients(name, cases, dtype, tmp_path, recwarn):
-    run = cases.fit(tmp_path, clip=0.05)
+def test_clipping_sees_both_gradients(name, dtype, tmp_path, recwarn):
+    run = fit(name, tmp_path, clip=0.05)
     warned = name in ("lightning", "huggingface", "accelerate")
     assert len(warnings_with(recwarn, CLIPPING)) == warned
     assert_same_runs(run, plain_run(clip=0.05, dtype=dtype))
@@ -109,34 +109,37 @@ def test_clipping_sees_both_gradients(name, cases, dtype, tmp_path, recwarn):
 
 
 @trainers("lightning", "huggingface", "accelerate", "skorch")
-def test_accumulation_covers_all_micro_batches(name, cases, tmp_path):
-    run = cases.fit(tmp_path, accumulate=4)  # 4 and 2 of them
+def test_accumulation_covers_all_micro_batches(name, tmp_path):
+    run = fit(name, tmp_path, accumulate=4)  # 4 and 2 of them
     assert_same_runs(run, plain_run(accumulate=4, divisor=4 if name == "lightning" else None))
     assert run.net.evaluations == 2 * SAMPLES - 4
     assert run.states[-1][STATISTICS] == SAMPLES
 
 
-@pytest.mark.parametrize("scale", [2.0**10, 2.0**22], ids=["no overflow", "overflows"])
-@pytest.mark.parametrize("clip", [None, 0.5])
+@pytest.mark.parametrize(
+    ("scale", "clip", "accumulate"),
+    [(2.0**10, 0.5, 1), (2.0**10, None, 2), (2.0**22, 0.5, 1), (2.0**22, None, 1)],
+)
 @pytest.mark.filterwarnings(f"ignore:.*{CLIPPING}")
 @trainers("lightning", "huggingface", "accelerate")
-def test_fp16_is_scaled_step(name, cases, tmp_path, scale, clip):
-    options = {"half": torch.float16, "dtype": torch.float32, "scale": scale, "clip": clip}
-    run, plain = cases.fit(tmp_path, **options), plain_run(**options)
+def test_fp16_is_scaled_step(name, tmp_path, scale, clip, accumulate):
+    half = {"half": torch.float16, "dtype": torch.float32}
+    options = {"scale": scale, "clip": clip, "accumulate": accumulate, **half}
+    run, plain = fit(name, tmp_path, **options), plain_run(**options)
     assert_same_runs(run, plain)
     assert run.scaler.get_scale() == plain.scaler.get_scale()
-    taken = int(plain.opt.diagnostics()["step"])
-    assert run.states[-1][STATISTICS] == taken
-    assert taken == SAMPLES if scale == 2.0**10 else 1 < taken < SAMPLES
+    taken, samples = int(plain.opt.diagnostics()["step"]), SAMPLES // accumulate
+    assert run.states[-1][STATISTICS] == taken * accumulate
+    assert taken == samples if scale == 2.0**10 else 1 < taken < samples  # or some overflow
     if name == "accelerate":  # a scheduler steps with the optimizer
         assert run.scheduler.last_epoch == taken
 
 
-@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda k: k.__name__)
+@KINDS
 @trainers()
-def test_a_run_in_two_parts_is_the_whole_run(cases, dtype, tmp_path, kind):
-    first = cases.fit(tmp_path, kind=kind, epochs=1, watch=True)
-    second = cases.fit(tmp_path, kind=kind, resume=True, watch=True)
+def test_a_run_in_two_parts_is_the_whole_run(name, dtype, tmp_path, kind):
+    first = fit(name, tmp_path, kind=kind, epochs=1, watch=True)
+    second = fit(name, tmp_path, kind=kind, resume=True, watch=True)
     whole = plain_run(kind=kind, dtype=dtype)
     assert_same_states(first.states + second.states, whole.states)
     assert second.opt.diagnostics() == whole.opt.diagnostics()
@@ -146,8 +149,8 @@ def test_a_run_in_two_parts_is_the_whole_run(cases, dtype, tmp_path, kind):
 
 
 @trainers()
-def test_what_is_validated_saved_and_left_is_the_average(cases, dtype, tmp_path, recwarn):
-    run = cases.fit(tmp_path, kind=Untuned, watch=True)
+def test_what_is_validated_saved_and_left_is_the_average(name, dtype, tmp_path, recwarn):
+    run = fit(name, tmp_path, kind=Untuned, watch=True)
     plain = untuned_run(dtype=dtype)
     assert_same_runs(run, plain)  # the iterates are those of a loop that never evaluates
     assert run.net.evaluations == run.opt.grad_evaluations == SAMPLES
@@ -161,32 +164,31 @@ def test_what_is_validated_saved_and_left_is_the_average(cases, dtype, tmp_path,
 
 
 @trainers("lightning", "huggingface", "accelerate", "fastai")
-def test_without_the_callback_one_warning_says_so(cases, dtype, tmp_path, recwarn):
-    run = cases.fit(tmp_path, kind=Untuned, tool=False, watch=True)
-    assert_same_states(run.states, plain_run(kind=Untuned, dtype=dtype).states)
+def test_without_the_callback_one_warning_says_so(name, tmp_path, recwarn):
+    fit(name, tmp_path, kind=Untuned, tool=False, watch=True)
     (text,) = warnings_with(recwarn, ITERATE)
     assert "stormplus.integrations." in text
 
 
 @trainers("lightning", "huggingface", "accelerate")
-def test_untuned_accumulates_as_the_trainer_does(cases, tmp_path):
-    run = cases.fit(tmp_path, kind=Untuned, accumulate=2)
+def test_untuned_accumulates_as_the_trainer_does(name, tmp_path):
+    run = fit(name, tmp_path, kind=Untuned, accumulate=2)
     assert_same_runs(run, plain_run(kind=Untuned, accumulate=2))
     assert (run.net.evaluations, run.opt.grad_evaluations) == (SAMPLES, SAMPLES // 2)
 
 
 @trainers("lightning", "huggingface", "accelerate", "fastai")
-def test_running_statistics_are_recomputed_over_the_last_batches(cases, dtype, tmp_path):
-    run = cases.fit(tmp_path, kind=Untuned, watch=True, recalibrate_batches=4)
+def test_running_statistics_are_recomputed_over_the_last_batches(name, dtype, tmp_path):
+    run = fit(name, tmp_path, kind=Untuned, watch=True, recalibrate_batches=4)
     plain = untuned_run(dtype=dtype)
-    for name in plain.averages[0]:  # no weight moved
-        assert torch.equal(run.states[-1][name], plain.states[-1][name])
+    for key in plain.averages[0]:  # no weight moved
+        assert torch.equal(run.states[-1][key], plain.states[-1][key])
     net = network(dtype)
     net.load_state_dict(run.saved[SAMPLES])
     recalibrate(net, data(dtype=dtype)[0].split(ROWS)[2:])
     for state in (snapshot(run.net), run.validated[SAMPLES], run.saved[SAMPLES]):
-        for name in ("body.1.running_mean", "body.1.running_var"):
-            torch.testing.assert_close(state[name], net.state_dict()[name])
+        for key in ("body.1.running_mean", "body.1.running_var"):
+            torch.testing.assert_close(state[key], net.state_dict()[key])
 
 
 def trained():
@@ -226,44 +228,15 @@ def test_weights_that_are_loaded_while_the_model_is_frozen_are_kept():
     assert opt.grad_evaluations == 0
 
 
-# -- wrong set-ups, and runs that fail -----------------------------------------------------------
+# -- a second fit --------------------------------------------------------------------------------
 
 
-@trainers("lightning", "skorch")
-def test_without_the_integration_statistics_move_twice(cases, tmp_path):
-    run = cases.fit(tmp_path, tool=False)
-    assert run.net.body[1].num_batches_tracked == 2 * SAMPLES - 1
-
-
-@trainers("huggingface", "fastai", "keras")
-def test_without_the_integration_the_optimizer_refuses(cases, tmp_path):
-    with pytest.raises((TypeError, RuntimeError), match=r"needs a closure|StormPlusModelMixin"):
-        cases.fit(tmp_path, tool=False)
-
-
-@trainers()
-def test_a_failed_second_evaluation_leaves_nothing_behind(name, cases, tmp_path):
-    run, nets = Run(), []
-
-    def setup(net):
-        net.fails_at = 7  # evaluations 1, 2-3, 4-5, 6-7
-        nets.append(net)
-
-    with pytest.raises(OSError, match="a broken disc"):
-        cases.fit(tmp_path, setup=setup, run=run)
-    assert len(run.states) == nets[0].body[1].num_batches_tracked == 3
-    if name != "keras":  # its `fit` has not returned the optimizer
-        assert run.opt.pending
-    if name not in ("fastai", "keras"):  # fastai calls no event then: the next batch cleans up
-        assert not hooks_left(run.opt)
-
-
-@trainers("huggingface", "fastai", "keras", "skorch")
-def test_replaced_weights_restart_the_estimator(cases, dtype, tmp_path):
-    run = cases.fit(tmp_path)
+@KEEP_THEIR_OPTIMIZER
+def test_replaced_weights_restart_the_estimator(name, dtype, tmp_path):
+    run = fit(name, tmp_path)
     other = network(dtype, seed=1).state_dict()
     run.net.load_state_dict(other)
-    cases.again(run)
+    adapter(name).again(run)
 
     def before(step, opt, net):
         if step == SAMPLES:
@@ -274,61 +247,79 @@ def test_replaced_weights_restart_the_estimator(cases, dtype, tmp_path):
     assert run.opt.grad_evaluations == 2 * (2 * SAMPLES - 1)
 
 
-@trainers("huggingface", "fastai", "keras", "skorch")
-def test_a_second_fit_without_a_change_continues(cases, dtype, tmp_path):
-    run = cases.fit(tmp_path)
+@KINDS
+@KEEP_THEIR_OPTIMIZER
+def test_a_second_fit_without_a_change_continues(name, dtype, tmp_path, kind):
+    run = fit(name, tmp_path, kind=kind)
     with torch.no_grad():
         run.net.eval()(torch.ones(2, 6, dtype=dtype))
-    cases.again(run)
-    assert_same_runs(run, plain_run(epochs=2 * EPOCHS, dtype=dtype))
+    adapter(name).again(run)
+    assert_same_states(run.states, plain_run(kind=kind, epochs=2 * EPOCHS, dtype=dtype).states)
 
 
-@trainers("huggingface", "fastai", "keras", "skorch")
-def test_untuned_starts_over_from_weights_that_are_loaded_alone(cases, dtype, tmp_path):
-    run, begun = cases.fit(tmp_path, kind=Untuned), []
+@KEEP_THEIR_OPTIMIZER
+def test_untuned_starts_over_from_weights_that_are_loaded_alone(name, dtype, tmp_path):
+    run, begun = fit(name, tmp_path, kind=Untuned), []
     other = network(dtype, seed=1).state_dict()
     run.net.load_state_dict(other)
     run.opt.register_step_pre_hook(lambda *_: begun.append(snapshot(run.net)))
     with pytest.warns(UserWarning, match="without the state of Untuned") as warned:
-        cases.again(run)
+        adapter(name).again(run)
     assert len(warnings_with(warned, "without the state of Untuned")) == 1
     assert torch.equal(begun[0]["body.0.weight"], other["body.0.weight"])
     assert run.opt.diagnostics()["step"] == SAMPLES
 
 
-@trainers("huggingface", "fastai", "keras", "skorch")
-def test_untuned_continues_from_the_iterate_in_a_second_fit(cases, dtype, tmp_path):
-    run = cases.fit(tmp_path, kind=Untuned)
-    cases.again(run)
-    assert_same_states(run.states, plain_run(kind=Untuned, epochs=4, dtype=dtype).states)
+# -- wrong set-ups, and runs that fail -----------------------------------------------------------
 
 
-@trainers("huggingface", "fastai", "keras", "skorch")
-def test_writing_to_the_weights_at_every_batch_is_refused(cases, tmp_path):
+@trainers("huggingface", "fastai", "keras")
+def test_without_the_integration_the_optimizer_refuses(name, tmp_path):
+    with pytest.raises((TypeError, RuntimeError), match=r"needs a closure|StormPlusModelMixin"):
+        fit(name, tmp_path, tool=False)
+
+
+@trainers()
+def test_a_failed_second_evaluation_leaves_nothing_behind(name, tmp_path):
+    def setup(net):
+        net.fails_at = 7  # evaluations 1, 2-3, 4-5, 6-7
+
+    run = Run()
+    with pytest.raises(OSError, match="a broken disc"):
+        fit(name, tmp_path, setup=setup, run=run)
+    assert len(run.states) == run.net.body[1].num_batches_tracked == 3
+    if name != "keras":  # its `fit` has not returned the optimizer
+        assert run.opt.pending
+    if name not in ("fastai", "keras"):  # fastai calls no event then: the next batch cleans up
+        assert not hooks_left(run.opt)
+
+
+@KEEP_THEIR_OPTIMIZER
+def test_writing_to_the_weights_at_every_batch_is_refused(name, tmp_path):
     @torch.no_grad()
     def clip(net):
         net.body[0].weight.clamp_(-0.5, 0.5)
 
     with pytest.raises(RuntimeError, match="writes to the parameters at every batch"):
-        cases.fit(tmp_path, after=clip)
+        fit(name, tmp_path, after=clip)
 
 
 @trainers("lightning", "huggingface", "fastai")
-def test_each_callback_refuses_the_other_optimizers(name, cases, tmp_path):
+def test_each_callback_refuses_the_other_optimizers(name, tmp_path):
     ours = importlib.import_module(f"stormplus.integrations.{name}")
     with pytest.raises(TypeError, match="is for Untuned, got StormPlus"):
-        cases.fit(tmp_path, ours.UntunedCallback())
+        fit(name, tmp_path, ours.UntunedCallback())
     if name != "huggingface":
         with pytest.raises(TypeError, match=r"got Untuned: .*UntunedCallback"):
-            cases.fit(tmp_path, ours.StormPlusCallback(), kind=Untuned)
+            fit(name, tmp_path, ours.StormPlusCallback(), kind=Untuned)
 
 
 @trainers("lightning", "huggingface", "accelerate", "fastai", "keras")
-def test_a_missing_package_names_the_extra(name, cases, monkeypatch):
-    package, extra = PACKAGES[name]
-    monkeypatch.setitem(sys.modules, package, None)
+def test_a_missing_package_names_the_extra(name, monkeypatch):
+    importlib.import_module(f"stormplus.integrations.{name}")
+    monkeypatch.setitem(sys.modules, PACKAGES[name], None)
     monkeypatch.delitem(sys.modules, f"stormplus.integrations.{name}")
-    with pytest.raises(ModuleNotFoundError, match=rf"pip install .*\[{extra}\]"):
+    with pytest.raises(ModuleNotFoundError, match=rf"pip install .*\[{name}\]"):
         importlib.import_module(f"stormplus.integrations.{name}")
 
 
@@ -353,9 +344,7 @@ EXAMPLES = {  # what a program must print: each sample twice, but the first; sta
 @pytest.mark.parametrize("command", EXAMPLES)
 def test_the_example_counts_its_evaluations(command, tmp_path, monkeypatch):
     name = command.split("_")[0]
-    package = {"huggingface": "transformers", "untuned": "lightning"}.get(name, name)
-    if importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed")
+    skip_unless_installed(PACKAGES.get(name, "lightning"))
     monkeypatch.chdir(tmp_path)
     script, *options = command.split()
     assert EXAMPLES[command] in run_example(script, "--epochs", 2, *options)

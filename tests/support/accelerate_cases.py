@@ -1,4 +1,4 @@
-"""Loops under Accelerate for the tests."""
+"""A loop under Accelerate that knows `model.train()` and `model.eval()`, but not `opt.eval()`."""
 
 from contextlib import nullcontext
 
@@ -7,22 +7,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_cases import (
-    BATCHES,
-    EPOCHS,
-    ROWS,
-    Run,
-    data,
-    loss_of,
-    make,
-    network,
-    nothing,
-    snapshot,
-)
+from trainer_cases import BATCHES, ROWS, data, loss_of, snapshot
 
-from stormplus import StormPlus
 from stormplus.integrations.accelerate import prepare
-from stormplus.torch import PairedOptimizer
 
 
 def closure_for(accelerator, model, opt, x, y, half=None):
@@ -42,46 +29,37 @@ def closure_for(accelerator, model, opt, x, y, half=None):
     return closure
 
 
-def fit(
-    folder, *, kind=StormPlus, tool=True, run=None, epochs=EPOCHS, accumulate=1, clip=None,
-    dtype=torch.float64, half=None, scale=None, schedule=None, setup=nothing, after=nothing, lr=1.0,
-    watch=False, resume=False, recalibrate_batches=0, batches=BATCHES, dropout=0.3,
-):  # fmt: skip
-    """A loop that knows `model.train()` and `model.eval()`, but not `opt.eval()`."""
-    run = run or Run()
-    pairs = issubclass(kind, PairedOptimizer)
-    window = 1 if pairs else accumulate  # Untuned accumulates as Accelerate does
+def train(s):
+    run, net = s.run, s.network()
+    opt = s.optimizer(net.parameters())
+    window = 1 if s.pairs else s.accumulate  # Untuned accumulates as Accelerate does
     accelerator = Accelerator(
-        cpu=True, mixed_precision="bf16" if half and not scale else "no",
+        cpu=True, mixed_precision="bf16" if s.half and not s.scale else "no",
         gradient_accumulation_steps=window,
     )  # fmt: skip
-    if scale:  # Accelerate has fp16 for other devices only
-        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    if s.scale:  # Accelerate has fp16 for other devices only
+        accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=s.scale)
     run.scaler = accelerator.scaler
-    net = run.net = network(dtype, dropout)
-    setup(net)
-    run.opt = make(kind, net.parameters(), lr)
-    rows = ROWS * accumulate // window
-    loader = DataLoader(TensorDataset(*data(batches, dtype)), batch_size=rows)
-    scheduler = run.scheduler = LambdaLR(run.opt, schedule or (lambda step: 1.0))
-    objects = net, run.opt, loader, scheduler
-    if tool:
-        model, opt, loader, scheduler = prepare(
-            accelerator, *objects, recalibrate_batches=recalibrate_batches
-        )
+    loader = DataLoader(TensorDataset(*s.data()), batch_size=ROWS * s.accumulate // window)
+    run.scheduler = LambdaLR(opt, s.schedule or (lambda step: 1.0))
+    objects, extra = (net, opt, loader, run.scheduler), {}
+    if s.tool:
+        options = {"recalibrate_batches": s.recalibrate_batches}
+        model, opt, loader, scheduler = prepare(accelerator, *objects, **options)
+        extra = {"max_grad_norm": s.clip}
     else:
         model, opt, loader, scheduler = accelerator.prepare(*objects)
     run.model = model
-    if resume:
-        accelerator.load_state(folder / str(BATCHES))
-    for epoch in range(int(resume), epochs):
+    if s.resume:
+        accelerator.load_state(s.folder / str(BATCHES))
+    for epoch in range(int(s.resume), s.epochs):
         model.train()
         for i, (x, y) in enumerate(loader):
             if i % window == 0:
-                torch.manual_seed(epoch * batches + i * accumulate // window)
-            if pairs:
-                closure = closure_for(accelerator, model, opt, x, y, half if scale else None)
-                opt.step(closure, **({"max_grad_norm": clip} if tool else {}))
+                torch.manual_seed(epoch * s.batches + i * s.accumulate // window)
+            if s.pairs:
+                half = s.half if s.scale else None
+                opt.step(closure_for(accelerator, model, opt, x, y, half), **extra)
                 scheduler.step()
             else:
                 with accelerator.accumulate(model):
@@ -89,15 +67,13 @@ def fit(
                     opt.step()
                     opt.zero_grad()
             if accelerator.sync_gradients:
-                run.states.append(snapshot(net))
-                after(net)
-        done = (epoch + 1) * BATCHES // accumulate
-        if watch:
+                s.record()
+        done = (epoch + 1) * BATCHES // s.accumulate
+        if s.watch:
             model.eval()
             with torch.no_grad():
-                model(data(1, dtype)[0])
+                model(data(1, s.dtype)[0])
             run.validated[done] = snapshot(net)
             model.train()
-            accelerator.save_state(folder / str(done))
-            run.saved[done] = load_file(folder / str(done) / "model.safetensors")
-    return run
+            accelerator.save_state(s.folder / str(done))
+            run.saved[done] = load_file(s.folder / str(done) / "model.safetensors")

@@ -1,17 +1,15 @@
-"""fastai learners, for the tests of the integration."""
+"""fastai learners, for the tests: options are those of `Learner`, and `verb`."""
 
 import warnings
 
 import torch
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, distance, network, nothing, snapshot
-
-from stormplus import StormPlus
-from stormplus.torch import PairedOptimizer
+from trainer_cases import BATCHES, ROWS, distance, snapshot
 
 with warnings.catch_warnings():
     # fastai's own, while it is imported: so the tests take its names from here
     warnings.simplefilter("ignore")
     import fastai.callback.schedule
+    import fastai.distributed
     from fastai.callback.core import Callback
     from fastai.callback.fp16 import AMPMode, MixedPrecision
     from fastai.callback.tracker import SaveModelCallback
@@ -25,28 +23,27 @@ with warnings.catch_warnings():
 
 
 class Watch(Callback):
-    """One seed per sample, as in the plain loop; records where the model is afterwards."""
+    """One seed per sample, as in the plain loop."""
 
     order = -5
 
-    def __init__(self, run=None, first=0, after=nothing):
-        self.run_, self.number, self.after_, self.seen = run or Run(), first, after, []
+    def __init__(self, s):
+        self.s, self.number = s, BATCHES * s.resume
 
     def before_batch(self):
-        self.run_.opt, self.run_.net = self.learn.opt.opt, self.learn.model
+        self.s.run.opt = self.learn.opt.opt
         if self.learn.training:
             torch.manual_seed(self.number)
 
     def after_pred(self):
         if not self.learn.training:
-            self.run_.validated[self.number] = snapshot(self.learn.model)
+            self.s.run.validated[self.number] = snapshot(self.learn.model)
 
     def after_batch(self):
         if self.learn.training:
             self.number += 1
-            self.seen.append(self.learn.loss.item())
-            self.run_.states.append(snapshot(self.learn.model))
-            self.after_(self.learn.model)
+            self.s.run.losses.append(self.learn.loss.item())
+            self.s.record()
 
 
 class OnTheCPU(MixedPrecision):
@@ -63,63 +60,40 @@ class Pairs(list):
         return Pairs()
 
 
-def learner(
-    folder, *callbacks, watch=None, kind=StormPlus, net=None, tool=True, dtype=torch.float32,
-    recalibrate_batches=0, wrapper=None, **options,
-):  # fmt: skip
-    pairs = Pairs(zip(*data(dtype=dtype)))
+def train(s):
+    """Options besides the learner's: `verb`, called with the learner in place of `fit`."""
+    run, callbacks, options = s.run, [*s.callbacks], dict(s.options)
+    verb = options.pop("verb", lambda learn: learn.fit(s.epochs - s.resume))
+    if s.clip is not None:
+        callbacks.append(GradientClip(s.clip))
+    if s.half is not None:
+        callbacks.append(OnTheCPU(amp_mode=AMPMode.BF16))
+    if s.schedule is not None:
+        rates = {"lr": lambda pos: s.lr * s.schedule(round(pos * s.epochs * BATCHES))}
+        callbacks.append(fastai.callback.schedule.ParamScheduler(rates))
+    saver = SaveModelCallback(monitor="valid_loss", every_epoch=True, with_opt=True)
+    untuned = UntunedCallback(recalibrate_batches=s.recalibrate_batches)
+    own = StormPlusCallback() if s.pairs else untuned
+    pairs = Pairs(zip(*s.data()))
     loaders = [DataLoader(pairs, bs=ROWS, shuffle=False) for _ in range(2)]
-    watch = watch or Watch()
-    own = StormPlusCallback()
-    if not issubclass(kind, PairedOptimizer):
-        own = UntunedCallback(recalibrate_batches=recalibrate_batches)
-    learn = Learner(
-        DataLoaders(*loaders, device=torch.device("cpu")), net or network(dtype), distance,
-        path=folder, opt_func=wrapper or opt_func(kind),
-        cbs=[*[own] * tool, watch, *callbacks], **options,
+    options = {"opt_func": opt_func(s.kind, lr=s.lr)} | options
+    learn = run.learn = Learner(
+        DataLoaders(*loaders, device=torch.device("cpu")), s.network(), distance, path=s.folder,
+        cbs=[*[own] * s.tool, Watch(s), *callbacks, *[saver] * s.watch], **options,
     )  # fmt: skip
     learn.logger = noop  # silent, and can be pickled
     learn.create_mbar = False
     if hasattr(learn, "progress"):
         learn.remove_cb(learn.progress)
-    return learn, watch.run_
-
-
-def fit(
-    folder, *callbacks, kind=StormPlus, tool=True, run=None, epochs=EPOCHS, clip=None, half=None,
-    dtype=torch.float32, schedule=None, setup=nothing, after=nothing, lr=1.0, watch=False,
-    resume=False, recalibrate_batches=0,
-):  # fmt: skip
-    callbacks = [*callbacks]
-    if clip is not None:
-        callbacks.append(GradientClip(clip))
-    if half is not None:
-        callbacks.append(OnTheCPU(amp_mode=AMPMode.BF16))
-    if schedule is not None:
-        steps = epochs * BATCHES
-        rates = {"lr": lambda pos: lr * schedule(round(pos * steps))}
-        callbacks.append(fastai.callback.schedule.ParamScheduler(rates))
-    saver = SaveModelCallback(monitor="valid_loss", every_epoch=True, with_opt=True)
-    net = network(dtype)
-    setup(net)
-    learn, run = learner(
-        folder, *callbacks, *[saver] * watch, watch=Watch(run, BATCHES * resume, after),
-        kind=kind, net=net, tool=tool, dtype=dtype, recalibrate_batches=recalibrate_batches,
-        wrapper=opt_func(kind, lr=lr),
-    )  # fmt: skip
-    run.learn = learn
-    if resume:
+    if s.resume:
         learn.load("model_0")
-    learn.fit(epochs - resume)
-    if watch:
+    verb(learn)
+    if s.watch:
         learn.remove_cb(saver)
-        paths = [folder / "models" / f"model_{i}.pth" for i in range(epochs - resume)]
-        run.saved = {
-            BATCHES * (i + 1 + resume): torch.load(path, weights_only=True)["model"]
-            for i, path in enumerate(paths)
-        }
-    return run
+        for i in range(s.epochs - s.resume):
+            saved = torch.load(s.folder / "models" / f"model_{i}.pth", weights_only=True)
+            run.saved[BATCHES * (i + 1 + s.resume)] = saved["model"]
 
 
 def again(run):
-    run.learn.fit(EPOCHS)
+    run.learn.fit(2)

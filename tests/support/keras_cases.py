@@ -3,7 +3,7 @@
 import os
 
 import torch
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, data, distance, network, nothing, snapshot
+from trainer_cases import BATCHES, EPOCHS, ROWS, Run, Settings, data, distance, snapshot
 
 from stormplus import StormPlus
 
@@ -23,9 +23,9 @@ class Model(StormPlusModelMixin, keras.Model):
 class Inside(keras.Model):
     """A torch module in a Keras model, so that the plain loop can run the very same module."""
 
-    def __init__(self):
+    def __init__(self, net):
         super().__init__()
-        self.inside = keras.layers.TorchModuleWrapper(network(torch.float32))
+        self.inside = keras.layers.TorchModuleWrapper(net)
 
     def call(self, x, training=False):
         return self.inside(x, training=training)
@@ -41,34 +41,40 @@ def keras_distance(y, out):
 
 
 class Schedule(keras.optimizers.schedules.LearningRateSchedule):
-    def __init__(self, lr, schedule):
-        self.lr, self.schedule = lr, schedule
+    def __init__(self, s):
+        self.s = s
 
     def __call__(self, step):
-        return self.lr * self.schedule(int(step))
+        return self.s.lr * self.s.schedule(int(step))
 
 
 class Recorder(keras.callbacks.Callback):
-    """One seed per sample, as in the plain loop; records where the model is afterwards."""
+    """One seed per sample, as in the plain loop."""
 
-    def __init__(self, run, take, first=0, after=nothing):
+    def __init__(self, s, first):
         super().__init__()
-        self.run, self.take, self.number, self.after = run, take, first, after
+        self.s, self.number = s, first
+
+    def take(self):
+        """The torch module if there is one, else Keras's variables."""
+        if self.s.run.net is not None:
+            return snapshot(self.s.run.net)
+        return {f"{i}": v.value.detach().clone() for i, v in enumerate(self.model.weights)}
 
     def on_train_batch_begin(self, batch, logs=None):
         torch.manual_seed(self.number)
 
     def on_train_batch_end(self, batch, logs=None):
         self.number += 1
-        self.run.states.append(self.take())
-        self.after(self.run.net)
+        self.s.run.states.append(self.take())
+        self.s.after(self.s.run.net)
 
     def on_test_batch_end(self, batch, logs=None):
-        self.run.validated[self.number] = self.take()
+        self.s.run.validated[self.number] = self.take()
 
-
-def variables(model):
-    return {f"{i}": v.value.detach().clone() for i, v in enumerate(model.weights)}
+    def on_epoch_end(self, epoch, logs=None):
+        if self.s.watch:
+            self.model.save_weights(self.s.folder / f"{self.number}.weights.h5")
 
 
 def compiled(model, *args, **options):
@@ -76,61 +82,43 @@ def compiled(model, *args, **options):
     return model
 
 
-def fitted(
-    model, take=None, epochs=EPOCHS, callbacks=(), first=0, run=None, after=nothing, watch=False,
-    **options,
-):  # fmt: skip
+def fitted(model, *callbacks, first=0, epochs=EPOCHS, s=None, run=None, **options):
     if not model.compiled:
         compiled(model, **options)
-    run = run or Run()
-    recorder = Recorder(run, take or (lambda: variables(model)), first, after)
+    s = s or Settings(run=run or Run())
     x, y = (part.numpy() for part in data(dtype=torch.float32))
     held_out = {"validation_data": (x[:ROWS], y[:ROWS]), "validation_batch_size": ROWS}
     model.fit(
         x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
-        callbacks=[recorder, *callbacks], **held_out if watch else {},
+        callbacks=[Recorder(s, first), *callbacks], **held_out if s.watch else {},
     )  # fmt: skip
-    run.opt, run.trainer = model.optimizer.torch_optimizer, model
-    return run
+    s.run.opt, s.run.trainer, s.run.settings = model.optimizer.torch_optimizer, model, s
+    return s.run
 
 
-def fit(
-    folder, *callbacks, kind=StormPlus, tool=True, epochs=EPOCHS, schedule=None, setup=nothing,
-    after=nothing, lr=1.0, run=None, dtype=torch.float32, watch=False, resume=False,
-):  # fmt: skip
-    rate = lr if schedule is None else Schedule(lr, schedule)
+def train(s):
+    rate = s.lr if s.schedule is None else Schedule(s)
 
-    def made(path=None):
+    def made(net, path=None):
         """A compiled model, with the weights and the optimizer's state of a file."""
-        model = compiled(TorchInside() if tool else Inside(), kind.__name__, learning_rate=rate)
+        model = TorchInside(net) if s.tool else Inside(net)
+        compiled(model, s.kind.__name__, learning_rate=rate)
         if path is not None:
-            model(data(1, dtype)[0])
+            model(data(1, s.dtype)[0])
             model.optimizer.build(model.trainable_variables)
             model.load_weights(path)
         return model
 
-    model = made(folder / f"{BATCHES}.weights.h5" if resume else None)
-    run = run or Run()
-    net = run.net = model.inside.module
-    setup(net)
-    first = BATCHES * resume
-
-    class Saves(keras.callbacks.Callback):
-        def on_epoch_end(self, epoch, logs=None):
-            self.model.save_weights(folder / f"{first + BATCHES * (epoch + 1)}.weights.h5")
-
-    fitted(
-        model, lambda: snapshot(net), epochs - resume, [*callbacks, *[Saves()] * watch], first, run,
-        after, watch,
-    )  # fmt: skip
-    if watch:
-        paths = {int(path.name.split(".")[0]): path for path in folder.glob("*.weights.h5")}
-        run.saved = {step: snapshot(made(path).inside.module) for step, path in paths.items()}
-    return run
+    path = s.folder / f"{BATCHES}.weights.h5" if s.resume else None
+    model, net = made(s.network(), path), s.run.net
+    fitted(model, *s.callbacks, first=BATCHES * s.resume, epochs=s.epochs - s.resume, s=s)
+    for path in s.folder.glob("*.weights.h5") if s.watch else ():
+        s.run.saved[int(path.name.split(".")[0])] = snapshot(made(s.network(), path).inside.module)
+    s.run.net = net
 
 
 def again(run):
-    fitted(run.trainer, lambda: snapshot(run.net), first=len(run.states), run=run)
+    fitted(run.trainer, first=len(run.states), s=run.settings)
 
 
 def keras_network(dropout=0.3, kind=Model, dtype="float32", seed=0, seeded=True):
@@ -165,5 +153,5 @@ def plain_keras(model):
             opt.move()
         backward()
         opt.estimate()
-        run.states.append(variables(model))
+        run.states.append({f"{i}": v.value.detach().clone() for i, v in enumerate(model.weights)})
     return run

@@ -1,4 +1,4 @@
-"""Lightning modules and trainers for the tests, in one process and in several."""
+"""Lightning modules and trainers."""
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -7,39 +7,32 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
-from trainer_cases import (
-    BATCHES,
-    EPOCHS,
-    ROWS,
-    Run,
-    data,
-    loss_of,
-    make,
-    network,
-    nothing,
-    snapshot,
-)
+from trainer_cases import BATCHES, ROWS, loss_of, snapshot
 
-from stormplus import StormPlus
+from stormplus import same_sample
 from stormplus.integrations.lightning import StormPlusCallback, UntunedCallback
-from stormplus.torch import PairedOptimizer
 from stormplus.versions import release
 
 # Older ones load a checkpoint as torch does by default, and take no such argument.
 SAFELY = {"weights_only": True} if release("lightning") >= (2, 6) else {}
+QUIET = {
+    "accelerator": "cpu",
+    "devices": 1,
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+}
 
 
 class Module(LightningModule):
     """Seeds the random numbers of a sample with the number of its first batch."""
 
-    def __init__(
-        self, dtype=torch.float64, kind=StormPlus, schedule=None, seeded=True, dropout=0.3,
-        **options,
-    ):  # fmt: skip
+    seeded, optimizer_options = True, {}
+
+    def __init__(self, s):
         super().__init__()
-        self.net, self.metric = network(dtype, dropout), MeanMetric()
-        self.kind, self.schedule, self.seeded, self.options = kind, schedule, seeded, options
-        self.losses = []
+        self.s, self.net, self.metric, self.losses = s, s.network(), MeanMetric(), []
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.seeded and batch_idx % self.trainer.accumulate_grad_batches == 0:
@@ -54,26 +47,22 @@ class Module(LightningModule):
         return loss
 
     def configure_optimizers(self):
-        opt = make(self.kind, self.parameters(), **self.options)
-        if self.schedule is None:
+        opt = self.s.optimizer(self.parameters(), **self.optimizer_options)
+        if self.s.schedule is None:
             return opt
-        scheduler = {"scheduler": LambdaLR(opt, self.schedule), "interval": "step"}
+        scheduler = {"scheduler": LambdaLR(opt, self.s.schedule), "interval": "step"}
         return {"optimizer": opt, "lr_scheduler": scheduler}
 
 
 class Validated(Module):
     def validation_step(self, batch, batch_idx):
-        self.validated = snapshot(self.net)
         self.log("val_loss", loss_of(self.net, *batch))
 
 
 class Manual(Module):
-    """Manual optimization; `step(module, opt, closure)` is the test's."""
+    """Manual optimization, as the page shows it."""
 
-    def __init__(self, step, **options):
-        super().__init__(**options)
-        self.automatic_optimization = False
-        self.step = step
+    automatic_optimization = False
 
     def training_step(self, batch, batch_idx):
         opt = self.optimizers()
@@ -84,61 +73,32 @@ class Manual(Module):
             self.manual_backward(loss)
             return loss
 
-        self.step(self, opt, closure)
+        opt.step(same_sample(opt.optimizer, self)(closure) if self.s.pairs else closure)
 
 
 class Recorder(Callback):
-    """Records the network after every step, and where it was validated."""
-
-    def __init__(self, run=None, after=nothing):
-        self.run, self.after, self.first = run or Run(), after, None
+    def __init__(self, s):
+        self.s = s
 
     def on_train_start(self, trainer, pl_module):
-        self.run.opt, self.run.net, self.run.module = (
-            trainer.optimizers[0],
-            pl_module.net,
-            pl_module,
-        )
-        self.first = trainer.global_step - len(self.run.states)
+        self.step = trainer.global_step
 
-    def on_train_batch_end(self, trainer, pl_module, *_):
-        if trainer.global_step - self.first > len(self.run.states):
-            self.run.states.append(snapshot(pl_module.net))
-            self.after(pl_module.net)
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step > self.step:
+            self.step = trainer.global_step
+            self.s.record()
 
-    def on_validation_end(self, trainer, pl_module):
+    def on_validation_batch_end(self, trainer, *_):
         if not trainer.sanity_checking:
-            self.run.validated[trainer.global_step] = pl_module.validated
+            self.s.run.validated[trainer.global_step] = snapshot(self.s.run.net)
 
 
-def loader(batches=BATCHES, dtype=torch.float64, rows=ROWS, **options):
-    return DataLoader(TensorDataset(*data(batches, dtype)), batch_size=rows, **options)
-
-
-def trainer(*callbacks, epochs=1, **options):
-    settings = {
-        "accelerator": "cpu",
-        "devices": 1,
-        "max_epochs": epochs,
-        "logger": False,
-        "enable_checkpointing": False,
-        "enable_progress_bar": False,
-        "enable_model_summary": False,
-    }
-    return Trainer(callbacks=list(callbacks), **settings | options)
+def loader(s, **options):
+    return DataLoader(TensorDataset(*s.data()), batch_size=ROWS, **options)
 
 
 def half_plugin(scale):
     return MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=scale))
-
-
-def run(module, train_loader, *callbacks, callback=None, **options):
-    """With the callback: what the run leaves, and the trainer."""
-    recorder = Recorder()
-    own = StormPlusCallback() if callback is None else callback
-    fit = trainer(own, recorder, *callbacks, **options)
-    fit.fit(module, train_loader)
-    return recorder.run, fit
 
 
 def weights_of(path):
@@ -146,34 +106,30 @@ def weights_of(path):
     return {k.removeprefix("net."): v for k, v in saved.items() if k.startswith("net.")}
 
 
-def fit(
-    folder, *callbacks, kind=StormPlus, tool=True, run=None, epochs=EPOCHS, accumulate=1, clip=None,
-    dtype=torch.float64, half=None, scale=None, schedule=None, setup=nothing, after=nothing, lr=1.0,
-    watch=False, resume=False, recalibrate_batches=0,
-):  # fmt: skip
-    recorder = Recorder(run, after)
-    run = recorder.run
-    own = StormPlusCallback()
-    if not issubclass(kind, PairedOptimizer):
-        own = UntunedCallback(recalibrate_batches=recalibrate_batches)
-    plugin = half_plugin(scale) if scale else None
-    precision = {"plugins": [plugin]} if scale else {"precision": half and "bf16-mixed"}
+def train(s):
+    """Options besides the trainer's: `module`, `own` (our callback), `loader` and `path`."""
+    run, options = s.run, dict(s.options)
+    make = options.pop("module", Validated if s.watch else Module)
+    untuned = UntunedCallback(recalibrate_batches=s.recalibrate_batches)
+    own = options.pop("own", StormPlusCallback() if s.pairs else untuned)
+    rows = options.pop("loader", loader(s))
+    path = options.pop("path", s.folder / f"step={BATCHES}.ckpt" if s.resume else None)
+    if s.scale:
+        options["plugins"] = [half_plugin(s.scale)]
+        run.scaler = options["plugins"][0].scaler
+    elif s.half is not None:
+        options["precision"] = "bf16-mixed"
     savers = [
-        ModelCheckpoint(folder, save_top_k=-1, filename="{step}", every_n_train_steps=2),
-        ModelCheckpoint(folder, monitor="val_loss", filename="best"),
+        ModelCheckpoint(s.folder, save_top_k=-1, filename="{step}", every_n_train_steps=2),
+        ModelCheckpoint(s.folder, monitor="val_loss", filename="best"),
     ]
-    made = run.trainer = trainer(
-        *callbacks, *savers * watch, recorder, *[own] * tool, epochs=epochs, gradient_clip_val=clip,
-        enable_checkpointing=watch, accumulate_grad_batches=accumulate, num_sanity_val_steps=1,
-        **precision,
-    )  # fmt: skip
-    module = (Validated if watch else Module)(dtype, kind, schedule, lr=lr)
-    setup(module.net)
-    rows, path = loader(dtype=dtype), folder / f"step={BATCHES}.ckpt" if resume else None
-    made.fit(module, rows, rows if watch else None, ckpt_path=path, **SAFELY)
-    run.scaler = plugin and plugin.scaler
-    if watch:
-        paths = [*folder.glob("step=*.ckpt"), savers[1].best_model_path]
-        steps = [torch.load(path, weights_only=True)["global_step"] for path in paths]
-        run.saved = {step: weights_of(path) for step, path in zip(steps, paths)}
-    return run
+    callbacks = [*s.callbacks, *savers * s.watch, Recorder(s), *[own] * s.tool]
+    settings = {"max_epochs": s.epochs, "enable_checkpointing": s.watch, "num_sanity_val_steps": 1}
+    settings |= {"gradient_clip_val": s.clip, "accumulate_grad_batches": s.accumulate}
+    run.trainer = Trainer(callbacks=callbacks, **QUIET | settings | options)
+    run.module = make(s)
+    run.trainer.fit(run.module, rows, rows if s.watch else None, ckpt_path=path, **SAFELY)
+    if s.watch:
+        for path in (*s.folder.glob("step=*.ckpt"), savers[1].best_model_path):
+            step = torch.load(path, weights_only=True)["global_step"]
+            run.saved[step] = weights_of(path)

@@ -1,4 +1,4 @@
-"""skorch nets, for the tests of the integration."""
+"""skorch nets, for the tests: options are those of the net, and `net`, its class."""
 
 import skorch
 import skorch.dataset
@@ -7,9 +7,8 @@ import torch
 from skorch.callbacks import Callback, Checkpoint, GradientNormClipping, LRScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from trainer_cases import BATCHES, EPOCHS, ROWS, Network, Run, data, distance, nothing, snapshot
+from trainer_cases import BATCHES, ROWS, Network, data, distance, snapshot
 
-from stormplus import StormPlus
 from stormplus.integrations.skorch import StormPlusNetMixin
 
 
@@ -43,76 +42,64 @@ class Distance(nn.Module):
 
 
 class Recorder(Callback):
-    """One seed per sample, as in the plain loop; records where the net is afterwards."""
+    """One seed per sample, as in the plain loop."""
 
-    def __init__(self, run=None, first=0, each=1, after=nothing):
-        self.run, self.count, self.each, self.after = run or Run(), first, each, after
+    def __init__(self, s):
+        self.s, self.count = s, BATCHES * s.resume
 
     def on_batch_begin(self, net, training=False, **_):
         if training:
-            self.run.opt, self.run.net = net.optimizer_, net.module_
-            epoch, place = divmod(self.count, -(-BATCHES // self.each))
-            torch.manual_seed(epoch * BATCHES + place * self.each)
+            self.s.run.opt, self.s.run.net = net.optimizer_, net.module_
+            epoch, place = divmod(self.count, -(-BATCHES // self.s.accumulate))
+            torch.manual_seed(epoch * BATCHES + place * self.s.accumulate)
 
     def on_batch_end(self, net, training=False, **_):
-        if not training:
-            self.run.validated[len(self.run.states)] = snapshot(net.module_)
-            return
-        self.count += 1
-        self.run.states.append(snapshot(net.module_))
-        self.after(net.module_)
+        if training:
+            self.count += 1
+            self.s.record()
+        else:
+            self.s.run.validated[len(self.s.run.states)] = snapshot(net.module_)
 
 
-def made(kind=Net, recorder=None, callbacks=(), epochs=EPOCHS, **options):
-    recorder = recorder or Recorder()
-    torch.manual_seed(0)
-    settings = {
-        "criterion": Distance,
-        "batch_size": ROWS,
-        "max_epochs": epochs,
-        "train_split": None,
-        "verbose": 0,
-        "callbacks": [*callbacks, ("recorder", recorder)],
-    }
-    return kind(Network, **settings | options), recorder.run
-
-
-def fit(
-    folder, *callbacks, kind=StormPlus, tool=True, run=None, epochs=EPOCHS, accumulate=1, clip=None,
-    dtype=torch.float64, half=None, schedule=None, setup=nothing, after=nothing, lr=1.0,
-    watch=False, resume=False, net=None, **options,
-):  # fmt: skip
-    callbacks = [*callbacks]
-    if clip is not None:
-        callbacks.append(("clip", GradientNormClipping(clip)))
-    if schedule is not None:
-        rate = LRScheduler(LambdaLR, lr_lambda=schedule, step_every="batch")
+def train(s):
+    callbacks, options = [*s.callbacks], dict(s.options)
+    if s.clip is not None:
+        callbacks.append(("clip", GradientNormClipping(s.clip)))
+    if s.schedule is not None:
+        rate = LRScheduler(LambdaLR, lr_lambda=s.schedule, step_every="batch")
         callbacks.append(("rate", rate))
-    if watch:
+    if s.watch:
         options["train_split"] = skorch.helper.predefined_split(skorch.dataset.Dataset(*data(1)))
         every = Checkpoint(
-            monitor=None, dirname=folder, f_params="{last_epoch[epoch]}.pt",
+            monitor=None, dirname=s.folder, f_params="{last_epoch[epoch]}.pt",
             f_optimizer="{last_epoch[epoch]}.opt", f_history=None, f_criterion=None,
         )  # fmt: skip
-        best = Checkpoint(monitor="valid_loss_best", dirname=folder, f_params="best.pt")
+        best = Checkpoint(monitor="valid_loss_best", dirname=s.folder, f_params="best.pt")
         callbacks += [("every", every), ("best", best)]
-    bases = [Bf16] * (half is not None) + [Accumulating] * (accumulate > 1)
-    bases += [net or (Net if tool else skorch.NeuralNet)]
-    net, run = made(
-        type("Made", tuple(bases), {}), Recorder(run, BATCHES * resume, accumulate, after),
-        callbacks, epochs - resume, batch_size=ROWS * accumulate, optimizer=kind, lr=lr,
-        module__dtype=dtype, **options,
-    )  # fmt: skip
+    bases = [Bf16] * (s.half is not None) + [Accumulating] * (s.accumulate > 1)
+    bases += [options.pop("net", Net if s.tool else skorch.NeuralNet)]
+    settings = {
+        "module__dtype": s.dtype,
+        "criterion": Distance,
+        "optimizer": s.kind,
+        "lr": s.lr,
+        "batch_size": ROWS * s.accumulate,
+        "max_epochs": s.epochs - s.resume,
+        "train_split": None,
+        "verbose": 0,
+        "callbacks": [*callbacks, ("recorder", Recorder(s))],
+    }
+    torch.manual_seed(0)
+    kind = bases[0] if len(bases) == 1 else type("Made", tuple(bases), {})
+    net = s.run.trainer = kind(Network, **settings | options)
     net.initialize()
-    run.trainer = net
-    setup(net.module_)
-    if resume:
-        net.load_params(f_params=folder / "1.pt", f_optimizer=folder / "1.opt")
-    net.partial_fit(*data(dtype=dtype))
-    if watch and not resume:
-        epochs = range(1, epochs + 1)
-        run.saved = {BATCHES * i: torch.load(folder / f"{i}.pt", weights_only=True) for i in epochs}
-    return run
+    s.setup(net.module_)
+    if s.resume:
+        net.load_params(f_params=s.folder / "1.pt", f_optimizer=s.folder / "1.opt")
+    net.partial_fit(*s.data())
+    if s.watch and not s.resume:
+        for i in range(1, s.epochs + 1):
+            s.run.saved[BATCHES * i] = torch.load(s.folder / f"{i}.pt", weights_only=True)
 
 
 def again(run):

@@ -1,28 +1,18 @@
 """A network with BatchNorm and dropout, its data, and the plain loop to compare trainers with.
 
-Each `<trainer>_cases.py` has one function, `fit(folder, **settings)`, which trains this network on
-this data with one trainer and returns a `Run`. Settings that all of them have:
-
-    kind, lr, dtype, epochs    the optimizer and the run
-    half, scale, clip, accumulate, schedule
-    tool                       False leaves our callback, mixin or subclass out
-    setup(net), after(net)     called before the run, and after every step
-    run                        a `Run` to fill, for runs that fail
-    watch                      validate and save after every epoch: `run.validated`, `run.saved`
-    resume                     go on from what a watched run saved after its first epoch
-    recalibrate_batches        of Untuned's callback
+Each `<trainer>_cases.py` has one function, `train(s)`, which trains this network on this data with
+one trainer, as the `Settings` say, and fills `s.run`. `fit(name, folder, **settings)` calls it.
 """
 
-import os
-import socket
-import subprocess
-import sys
+import importlib
 from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
-from torch.func import functional_call
 from torch.nn import functional as F
 
 from stormplus import StormPlus, Untuned, same_sample, scaled_step
@@ -32,6 +22,7 @@ from stormplus.untuned_rule import INTERPOLATION, average_weight
 ROWS = 8  # of a batch
 BATCHES, EPOCHS = 6, 2
 SAMPLES = BATCHES * EPOCHS
+FLOAT32_ONLY = ("fastai", "keras")
 
 
 def data(batches=BATCHES, dtype=torch.float64):
@@ -83,61 +74,114 @@ class Run(SimpleNamespace):
     """What a run leaves: the states after every step, the optimizer, the network."""
 
     def __init__(self):
-        super().__init__(states=[], opt=None, net=None, validated={}, saved={})
+        super().__init__(states=[], opt=None, net=None, validated={}, saved={}, losses=[])
 
 
 def nothing(*_):
     pass
 
 
-def make(kind, params, lr=1.0, **options):
-    """Construct an optimizer; Untuned has no lr."""
-    return kind(params, **options) if kind is Untuned else kind(params, lr=lr, **options)
+@dataclass
+class Settings:
+    """How to train; what only one trainer knows is in `options`."""
+
+    folder: Path | None = None
+    callbacks: tuple[Any, ...] = ()
+    kind: type = StormPlus
+    lr: float = 1.0
+    dtype: torch.dtype = torch.float64
+    batches: int = BATCHES
+    epochs: int = EPOCHS
+    dropout: float = 0.3
+    half: torch.dtype | None = None
+    scale: float | None = None
+    clip: float | None = None
+    accumulate: int = 1
+    schedule: Any = None
+    tool: bool = True  # False leaves our callback, mixin or subclass out
+    setup: Any = nothing  # called with the network before the run
+    after: Any = nothing  # called with the network after every step
+    watch: bool = False  # validate and save after every epoch
+    resume: Any = False  # go on from what a watched run saved after its first epoch
+    recalibrate_batches: int = 0
+    run: Run = field(default_factory=Run)
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def pairs(self):
+        return issubclass(self.kind, PairedOptimizer)
+
+    def data(self):
+        return data(self.batches, self.dtype)
+
+    def network(self):
+        self.run.net = network(self.dtype, self.dropout)
+        self.setup(self.run.net)
+        return self.run.net
+
+    def optimizer(self, params, **options):
+        rate = {} if self.kind is Untuned else {"lr": self.lr}
+        self.run.opt = self.kind(params, **rate, **options)
+        return self.run.opt
+
+    def record(self):
+        """Call this after every step."""
+        self.run.states.append(snapshot(self.run.net))
+        self.after(self.run.net)
 
 
-def plain_run(
-    *, kind=StormPlus, batches=BATCHES, epochs=EPOCHS, accumulate=1, divisor=None,
-    dtype=torch.float64, half=None, clip=None, schedule=None, scale=None, before=nothing, lr=1.0,
-):  # fmt: skip
+def adapter(name):
+    return importlib.import_module(f"{name}_cases")
+
+
+def fit(name, folder=None, *callbacks, **settings):
+    if name in FLOAT32_ONLY:
+        settings.setdefault("dtype", torch.float32)
+    known = {f.name for f in fields(Settings)}
+    options = {key: settings.pop(key) for key in settings.keys() - known}
+    s = Settings(folder, callbacks, options=options, **settings)
+    adapter(name).train(s)
+    return s.run
+
+
+def plain_run(*, divisor=None, before=nothing, **settings):
     """The loop that the README shows; the number of a sample's first batch is its seed."""
-    x, y = data(batches, dtype)
-    run = Run()
-    net = run.net = network(dtype)
-    opt = run.opt = make(kind, net.parameters(), lr)
-    scaler = run.scaler = torch.amp.GradScaler("cpu", init_scale=scale or 1.0, enabled=bool(scale))
-    run.losses = []
+    s = Settings(**settings)
+    x, y = s.data()
+    run, net = s.run, s.network()
+    opt = s.optimizer(net.parameters())
+    scaler = torch.amp.GradScaler("cpu", init_scale=s.scale or 1.0, enabled=bool(s.scale))
+    run.scaler = scaler
 
     def process():
-        if clip is not None:
-            nn.utils.clip_grad_norm_(net.parameters(), clip)
+        if s.clip is not None:
+            nn.utils.clip_grad_norm_(net.parameters(), s.clip)
 
-    starts = [(epoch, start) for epoch in range(epochs) for start in range(0, batches, accumulate)]
-    for step, (epoch, start) in enumerate(starts):
-        window = range(start, min(start + accumulate, batches))
+    starts = range(0, s.batches, s.accumulate)
+    for step, (epoch, start) in enumerate((e, start) for e in range(s.epochs) for start in starts):
+        window = range(start, min(start + s.accumulate, s.batches))
 
         def closure():
             opt.zero_grad()
             total = 0.0
             for i in window:
                 rows = slice(i * ROWS, (i + 1) * ROWS)
-                part = loss_of(net, x[rows], y[rows], half) / (divisor or len(window))
+                part = loss_of(net, x[rows], y[rows], s.half) / (divisor or len(window))
                 scaler.scale(part).backward()
                 total += part.detach()
-            if not scale:
+            if not s.scale:
                 process()
             run.losses.append(float(total))
             return total
 
-        opt.param_groups[0]["lr"] = lr * (1.0 if schedule is None else schedule(step))
+        opt.param_groups[0]["lr"] = s.lr * (1.0 if s.schedule is None else s.schedule(step))
         before(step, opt, net)
-        torch.manual_seed(epoch * batches + start)
-        if scale:
+        torch.manual_seed(epoch * s.batches + start)
+        if s.scale:
             scaled_step(opt, scaler, closure, net, process=process)
-        elif issubclass(kind, PairedOptimizer):
-            opt.step(same_sample(opt, net)(closure))
         else:
-            opt.step(closure)
-        run.states.append(snapshot(net))
+            opt.step(same_sample(opt, net)(closure) if s.pairs else closure)
+        s.record()
     return run
 
 
@@ -156,112 +200,3 @@ def untuned_run(**options):
         x = {k: x[k] + c * (z[k] - x[k]) for k in x}
         run.averages.append(x)
     return run
-
-
-def assert_at_average(state, plain, step):
-    """All weights are those of the average after a step of `untuned_run`, not of the iterate."""
-    average, iterate = plain.averages[step - 1], plain.states[step - 1]
-    close = 1e-9 if average["body.0.weight"].dtype == torch.float64 else 1e-5
-    for name, value in average.items():
-        torch.testing.assert_close(state[name], value, rtol=close, atol=close)
-    apart = (average["body.0.weight"] - iterate["body.0.weight"]).abs().max()
-    assert apart > 20 * close
-
-
-def assert_same_states(states, expected):
-    assert len(states) == len(expected) > 0
-    for step, (ours, theirs) in enumerate(zip(states, expected)):
-        assert ours.keys() == theirs.keys()
-        for name in theirs:
-            assert torch.equal(ours[name], theirs[name]), f"{name} differs after step {step + 1}"
-
-
-def assert_same_runs(run, plain):
-    assert_same_states(run.states, plain.states)
-    assert any(not torch.equal(plain.states[0][k], v) for k, v in plain.states[-1].items())
-    assert run.net.evaluations == plain.net.evaluations
-    assert run.opt.diagnostics() == plain.opt.diagnostics()
-
-
-def hooks_left(opt):
-    return [*opt._pass_hooks.values(), *opt._optimizer_step_pre_hooks.values()]
-
-
-def warnings_with(recwarn, text):
-    return [str(w.message) for w in recwarn if text in str(w.message)]
-
-
-# -- two processes -------------------------------------------------------------------------------
-
-
-def joined_run(samples):
-    """One process, on the rows of two ranks; a sample is a list of (rows of 0, rows of 1).
-
-    BatchNorm sees each rank's rows apart, and the statistics that remain are those of rank 0.
-    """
-    x, y = data(1 + max(int(rows.max()) for sample in samples for rows in sample[-1]) // ROWS)
-    model = network(dropout=0.0)
-    opt = StormPlus(model.parameters())
-    states = []
-    for sample in samples:
-
-        def closure():
-            opt.zero_grad()
-            for ours, theirs in sample:
-                buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-
-                def elsewhere(u):
-                    return functional_call(model, buffers, (u,))
-
-                loss = loss_of(model, x[ours], y[ours])
-                loss = (loss + loss_of(elsewhere, x[theirs], y[theirs])) / 2
-                (loss / len(sample)).backward()
-            return loss
-
-        opt.step(same_sample(opt, model)(closure))
-        states.append(snapshot(model))
-    return states, opt
-
-
-def launch_two_ranks(job, folder, *args):
-    """Run a script in two processes and return what each has left in `folder`."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    paths = [os.path.dirname(__file__), os.environ.get("PYTHONPATH", "")]
-    common = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-        "OMP_NUM_THREADS": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "WORLD_SIZE": "2",
-        "NODE_RANK": "0",
-    }
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, str(job), str(folder), *map(str, args)],
-            env=common | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [rank.communicate(timeout=300)[0] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(outputs)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(2)]
-
-
-def assert_equal_ranks(ranks, expected):
-    """Both ranks, to the bit, and one process, to rounding: float64, summed in another order."""
-    parameters = {name for name, _ in network().named_parameters()}
-    for rank in ranks:
-        assert len(rank["states"]) == len(expected)
-    for step, state in enumerate(expected):
-        for name, value in state.items():
-            ours = ranks[0]["states"][step][name]
-            torch.testing.assert_close(ours, value, rtol=1e-12, atol=1e-12)
-            if name in parameters:
-                assert torch.equal(ours, ranks[1]["states"][step][name])

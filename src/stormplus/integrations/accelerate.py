@@ -1,10 +1,7 @@
 """Accelerate: `prepare` in place of `accelerator.prepare`.
 
-    model, opt, loader = prepare(accelerator, model, opt, loader)
-
 Accelerate drops a closure whenever gradients are not synchronised, and in fp16 passes it to
-`scaler.step`, which cannot use it. `prepare` makes `step` exact, or raise. For `Untuned` it swaps
-the average in wherever the model is evaluated or saved.
+`scaler.step`, which cannot use it. `prepare` makes `step` exact, or raise.
 """
 
 from __future__ import annotations
@@ -15,19 +12,15 @@ from typing import Any
 
 from torch import nn
 
-from stormplus.install import how_to
+from stormplus.install import required
 from stormplus.integrations.replay import CLIPPING
 from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer, Untuned, same_sample, scaled_step
 
-try:
+with required("accelerate"):
     from accelerate import Accelerator  # type: ignore[import-untyped, unused-ignore]
     from accelerate.optimizer import AcceleratedOptimizer  # type: ignore[import-untyped, unused-ignore]
     from accelerate.utils import DistributedType  # type: ignore[import-untyped, unused-ignore]
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"this integration needs accelerate: {how_to('accelerate')}"
-    ) from error
 
 VERIFIED = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
 
@@ -46,15 +39,12 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
     def step(
         self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
     ) -> Any:
-        """Take one sample.
+        """Take one sample and return the loss of its first evaluation.
 
         Args:
             closure: Zeroes the gradients, computes the loss of ONE sample, calls
                 `accelerator.backward(loss)` and returns the loss.
             max_grad_norm: Clips each of the two gradients, after unscaling in fp16.
-
-        Returns:
-            The loss of the first evaluation.
         """
         opt: PairedOptimizer = self.optimizer
         if closure is None:
@@ -97,8 +87,7 @@ def prepare(accelerator: Accelerator, *objects: Any, recalibrate_batches: int = 
             the closure.
         objects: Models, optimizers, loaders and schedulers, in any order. Models may also have
             been prepared before.
-        recalibrate_batches: With `Untuned`, recompute BatchNorm's running statistics over this
-            many of the last training batches whenever the average is swapped in.
+        recalibrate_batches: As for `Average`.
 
     Returns:
         The prepared objects, in the same order.
@@ -111,18 +100,26 @@ def prepare(accelerator: Accelerator, *objects: Any, recalibrate_batches: int = 
             f"{accelerator.distributed_type.value} has not been verified: use one device or DDP, "
             "or FSDP2 in your own loop (docs/many-machines.md)"
         )
-    _check_models(accelerator, objects)
     prepared = accelerator.prepare(*objects)
     for thing in prepared if isinstance(prepared, tuple) else (prepared,):
         opt = unwrapped(thing) if isinstance(thing, AcceleratedOptimizer) else None
+        if not isinstance(opt, (PairedOptimizer, Untuned)):
+            continue
+        params = set(map(id, opt.parameters()))
+        known = [accelerator.unwrap_model(model) for model in accelerator._models]
+        models = [model for model in known if params & set(map(id, model.parameters()))]
+        if not models:
+            raise ValueError(
+                f"no prepared model has a parameter of this {type(opt).__name__}: "
+                "prepare(accelerator, model, opt, ...), or prepare the model before the optimizer"
+            )
         if isinstance(opt, PairedOptimizer):
             # In place: the accelerator keeps a reference to its wrapper.
             thing.__class__ = StormPlusAcceleratedOptimizer
             thing.model = nn.ModuleList(accelerator._models)
-        elif isinstance(opt, Untuned):
-            for model in map(accelerator.unwrap_model, accelerator._models):
-                if _share(model, opt):
-                    Average([opt], model, recalibrate_batches).follow(model)
+        else:
+            for model in models:
+                Average([opt], model, recalibrate_batches).follow(model)
     return prepared
 
 
@@ -131,18 +128,3 @@ def unwrapped(optimizer: Any) -> Any:
     while not isinstance(optimizer, nn.Module) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return optimizer
-
-
-def _share(model: nn.Module, opt: PairedOptimizer | Untuned) -> bool:
-    return not {id(p) for p in model.parameters()}.isdisjoint(map(id, opt.parameters()))
-
-
-def _check_models(accelerator: Accelerator, objects: tuple[Any, ...]) -> None:
-    """Raise if no prepared model has a parameter of one of the optimizers."""
-    models = [thing for thing in objects if isinstance(thing, nn.Module)] + accelerator._models
-    for opt in map(unwrapped, objects):
-        if isinstance(opt, (PairedOptimizer, Untuned)) and not any(_share(m, opt) for m in models):
-            raise ValueError(
-                f"no prepared model has a parameter of this {type(opt).__name__}: "
-                "prepare(accelerator, model, opt, ...), or prepare the model before the optimizer"
-            )

@@ -1,24 +1,14 @@
-"""The optimizers by name, for timm, pytorch_optimizer and scripts that import a class by its name.
-
-register_timm()
-opt = timm.optim.create_optimizer_v2(model, "untuned")
-
-register_pytorch_optimizer()
-opt = pytorch_optimizer.create_optimizer(model, "untuned", lr=1.0)
-
-train_network.py --optimizer_type stormplus.integrations.factories.UntunedScheduleFree ...
-"""
+"""The optimizers by name, for timm, pytorch_optimizer and scripts that import a class by name."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from typing import Any
 
 import torch
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from stormplus.install import how_to
+from stormplus.install import required
 from stormplus.integrations.untuned import ignore_lr
 from stormplus.torch import PairedOptimizer, SimplifiedStormPlus, Storm, StormPlus, Untuned
 
@@ -33,8 +23,7 @@ class UntunedScheduleFree(Optimizer):
 
     def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]
         """Return an `Untuned`."""
-        params = list(params) if isinstance(params, Iterable) else params
-        rates = [lr]
+        params, rates = list(params), [lr]
         for i, group in enumerate(params):
             if isinstance(group, dict) and "lr" in group:
                 params[i] = {key: value for key, value in group.items() if key != "lr"}
@@ -61,33 +50,24 @@ OPTIMIZERS: dict[str, tuple[type[Optimizer], str]] = {
     "untuned": (UntunedScheduleFree, "one gradient per step, an average, no learning rate"),
 }
 
-_LOOKAHEAD = {"lookahead_alpha", "counter"}  # group keys of timm's and pytorch_optimizer's
-
 
 def register_timm() -> None:
     """Add the optimizers to the registry of `timm.optim.create_optimizer_v2`."""
-    try:
+    with required("timm"):  # and torchvision, which its models import
         from timm.optim._optim_factory import OptimInfo, default_registry
-    except ModuleNotFoundError as error:  # timm, or torchvision, which its models import
-        raise ModuleNotFoundError(f"timm cannot be imported ({error}): {how_to('timm')}") from error
 
     known = default_registry.list_optimizers()
     for name, (kind, description) in OPTIMIZERS.items():
         if name not in known:  # timm would warn
-            default_registry.register(
-                OptimInfo(name=name, opt_class=kind, description=description, has_eps=False)
-            )
+            info = OptimInfo(name=name, opt_class=kind, description=description, has_eps=False)
+            default_registry.register(info)
     _refuse_lookahead()
 
 
 def register_pytorch_optimizer() -> None:
     """Add the optimizers to the registry of `pytorch_optimizer.create_optimizer`."""
-    try:
+    with required("pytorch-optimizer"):
         from pytorch_optimizer.optimizer import OPTIMIZERS as registry
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"this function needs pytorch_optimizer: {how_to('pytorch-optimizer')}"
-        ) from error
 
     for name, (kind, _) in OPTIMIZERS.items():
         registry.setdefault(name, kind)
@@ -99,9 +79,9 @@ def _refuse_lookahead() -> None:
     """Let paired optimizers raise inside the Lookahead that both factories can add."""
 
     def check(opt: Any, args: Any, kwargs: Any) -> None:
-        if isinstance(opt, PairedOptimizer) and any(
-            _LOOKAHEAD & g.keys() for g in opt.param_groups
-        ):
+        names = {name for group in opt.param_groups for name in group}
+        added = names & {"lookahead_alpha", "counter"}  # by timm and by pytorch_optimizer
+        if added and isinstance(opt, PairedOptimizer):
             raise RuntimeError(
                 "Lookahead moves the parameters every few steps, and the estimator then belongs "
                 "to another point: create the optimizer without it"

@@ -1,33 +1,24 @@
 """fastai: an `opt_func` and callbacks for `Learner`.
 
-    Learner(..., opt_func=opt_func(Untuned), cbs=UntunedCallback())
-    Learner(..., opt_func=opt_func(StormPlus), cbs=StormPlusCallback())
-
 fastai calls `opt.step()` without a closure. `StormPlusCallback` replaces that call: it moves the
-parameters, lets the learner evaluate the same batch again, with every callback's events from
-`after_pred` to `after_step`, and completes the step.
+parameters, lets the learner evaluate the same batch again, and completes the step.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
-from stormplus.install import how_to
-from stormplus.integrations._write_detector import WriteDetector
-from stormplus.integrations.untuned import Average
+from stormplus.install import required
+from stormplus.integrations._write_detector import record_versions, restart_if_written
+from stormplus.integrations.untuned import AverageCallback
 from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
-from stormplus.trainers import NO_FINDER
 
-try:
+with required("fastai"):
     from fastai.callback.core import Callback, CancelStepException
     from fastai.callback.fp16 import AMPMode, MixedPrecision
-    from fastai.callback.schedule import LRFinder
     from fastai.optimizer import OptimWrapper
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"this integration needs fastai: {how_to('fastai')}") from error
 
 # fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _OWN_LOOP = "train in your own loop with DistributedDataParallel, as in examples/ddp.py"
@@ -58,24 +49,12 @@ class OptimizerWrapper(OptimWrapper):
 
     def __init__(self, *args: Any, opt: Any, lr: float, **kwargs: Any) -> None:
         self._ignored: dict[str, list[Any]] = {}
-        self.detector = WriteDetector()
-        self.load_error: Exception | None = None
         rate = {} if opt is Untuned else {"lr": lr}
         super().__init__(*args, opt=opt, **rate, **kwargs)
 
     def clear_state(self) -> None:
         """Start over; fastai calls this when layers are frozen or unfrozen."""
         self.opt.reset()
-        self.load_error = None
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load, and keep the error if that fails: fastai only warns."""
-        try:
-            self.opt.load_state_dict(state_dict)
-        except Exception as error:
-            self.load_error = error
-            raise
-        self.load_error = None
 
     @property
     def hypers(self) -> list[dict[str, Any]]:
@@ -89,17 +68,16 @@ class OptimizerWrapper(OptimWrapper):
     def _set_hyper(self, k: str, v: Any) -> None:
         """Set a hyper-parameter; ignore the momentum, and the rate of `Untuned`, with a warning."""
         if k == "mom":
-            self._ignore(k, v, f"{type(self.opt).__name__} sets its own momentum")
+            self._ignore(k, v, "schedules of a momentum are ignored: the optimizer sets its own")
         elif k == "lr" and isinstance(self.opt, Untuned):
             if any(value != 1.0 for value in v):
-                self._ignore(k, v, "Untuned finds its own step sizes: learn.fit(epochs) is enough")
+                self._ignore(k, v, "learning rates and their schedules are ignored by Untuned")
         else:
             super()._set_hyper(k, v)
 
-    def _ignore(self, name: str, values: Any, why: str) -> None:
+    def _ignore(self, name: str, values: Any, message: str) -> None:
         if name not in self._ignored:
-            full = {"lr": "learning rates and their schedules", "mom": "schedules of a momentum"}
-            warnings.warn(f"{full[name]} are ignored: {why}", stacklevel=4)
+            warnings.warn(message, stacklevel=4)
         self._ignored[name] = list(values)
 
 
@@ -122,15 +100,8 @@ class StormPlusCallback(Callback):
                 "opt_func=opt_func(StormPlus) from stormplus.integrations.fastai. Untuned needs "
                 "UntunedCallback instead"
             )
-        if opt.load_error is not None:
-            raise RuntimeError(
-                "learn.load has loaded the weights, but not the optimizer's state: "
-                f"{opt.load_error}. Load it with with_opt=False, or start over with "
-                "learn.opt.clear_state()"
-            ) from opt.load_error
         for callback in self.learn.cbs:
-            kinds = type(callback).__mro__
-            names = {kind.__name__ for kind in kinds if kind.__module__.startswith("fastai.")}
+            names = {kind.__name__ for kind in type(callback).__mro__}
             for name in names & _REFUSED.keys():
                 raise RuntimeError(f"{name} {_REFUSED[name]}")
             if isinstance(callback, MixedPrecision) and callback.amp_mode is AMPMode.FP16:
@@ -140,12 +111,11 @@ class StormPlusCallback(Callback):
                 )
 
     def before_batch(self) -> None:
-        """Start the sample: the batch has been drawn and transformed."""
-        wrapper, opt = self.learn.opt, self.learn.opt.opt
+        opt = self.learn.opt.opt
         self._leave()  # an exception may have ended the last batch halfway
         if opt.pending:
             opt.restart()
-        wrapper.detector.restart_if_written(opt)
+        restart_if_written(opt)
         if any(p.grad is not None and bool(p.grad.any()) for p in opt.parameters()):
             raise RuntimeError(
                 "the parameters have gradients from an earlier batch, which the second "
@@ -154,18 +124,16 @@ class StormPlusCallback(Callback):
         self.storm_sample = same_sample(opt, self.learn.model).__enter__()
 
     def before_step(self) -> None:
-        """Take the step in place of fastai."""
         opt = self.learn.opt.opt
         if opt.started and not opt.pending:
             opt.move()
             self._evaluate_again()
         else:
             opt.estimate()
-            self.learn.opt.detector.record(opt)  # now: callbacks that come later may write
+            record_versions(opt)  # now: callbacks that come later may write
         raise CancelStepException
 
     def after_batch(self) -> None:
-        """End the sample."""
         self._leave()
 
     def _evaluate_again(self) -> None:
@@ -184,46 +152,23 @@ class StormPlusCallback(Callback):
             self.storm_sample = None
 
 
-class UntunedCallback(Callback):
+class UntunedCallback(AverageCallback, Callback):
     """Validates, saves and leaves the average of `Untuned`, and trains its iterate.
 
-    `learn.save` and `learn.load` continue from the iterate, exactly.
-
-    Args:
-        recalibrate_batches: Recompute BatchNorm's running statistics over this many of the last
-            training batches whenever the average is swapped in; 0 leaves them as they are.
+    `learn.save` and `learn.load` continue from the iterate, exactly. For `recalibrate_batches` see
+    `Average`.
     """
 
-    def __init__(self, *, recalibrate_batches: int = 0) -> None:
-        super().__init__()
-        self.untuned_batches = recalibrate_batches
-        self.untuned_average = Average(recalibrate_batches=recalibrate_batches)
-        self.untuned_following = ExitStack()
-
     def before_fit(self) -> None:
-        """Follow the model, so that the average is in it when it is evaluated or saved."""
-        wrapper = self.learn.opt
-        if wrapper is None:  # a learner that only evaluates: exported, or not trained yet
+        if self.learn.opt is None:  # a learner that only evaluates: exported, or not trained yet
             return
-        opt = getattr(wrapper, "opt", None)
-        if not (isinstance(wrapper, OptimizerWrapper) and isinstance(opt, Untuned)):
-            raise TypeError(
-                f"UntunedCallback is for Untuned, got {type(opt or wrapper).__name__}: pass "
-                "Learner opt_func=opt_func(Untuned) from stormplus.integrations.fastai, or leave "
-                "the callback out"
-            )
-        if any(isinstance(callback, LRFinder) for callback in self.learn.cbs):
-            raise RuntimeError(NO_FINDER)
-        self.untuned_following.close()  # left by a fit that failed
-        if self.untuned_average.optimizers != [opt]:
-            self.untuned_average = Average([opt], self.learn.model, self.untuned_batches)
-        self.untuned_following = self.untuned_average.follow(self.learn.model)
+        opt = getattr(self.learn.opt, "opt", None)
+        advice = "pass Learner opt_func=opt_func(Untuned) from stormplus.integrations.fastai"
+        self._begin([opt or self.learn.opt], self.learn.model, advice)
+        self._hooks = self._average.follow(self.learn.model)
 
     def after_train(self) -> None:
-        """Swap the average in at the end of an epoch's training."""
-        self.untuned_average.swap_in()
+        self._average.swap_in()
 
     def after_fit(self) -> None:
-        """Leave the average in the model."""
-        self.untuned_average.swap_in()
-        self.untuned_following.close()
+        self._end()

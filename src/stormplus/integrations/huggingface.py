@@ -1,77 +1,52 @@
 """Hugging Face Trainer: a callback for `Untuned`, and a subclass for paired optimizers.
 
-    trainer = Trainer(model, args, optimizers=(Untuned(model.parameters()), None),
-                      callbacks=[UntunedCallback()], ...)
-    trainer = StormPlusTrainer(model, args, optimizers=(StormPlus(model.parameters()), None), ...)
-
 `transformers.Trainer` calls `optimizer.step()` without a closure. The subclass records the
-micro-batches of a step and evaluates them again, in order and with the same random numbers, when
-the optimizer needs the second gradient.
+micro-batches of a step and evaluates them again when the optimizer needs the second gradient.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import ExitStack, nullcontext
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from stormplus.install import how_to
-from stormplus.integrations._write_detector import WriteDetector
+from stormplus.install import required
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.replay import CLIPPING, Replay
-from stormplus.integrations.untuned import Average
-from stormplus.torch import PairedOptimizer, Untuned
+from stormplus.integrations.untuned import AverageCallback
+from stormplus.torch import PairedOptimizer
 from stormplus.versions import clip_gradients
 
-try:
+with required("huggingface"):
     from transformers import Trainer, TrainerCallback
 
     from stormplus.integrations.accelerate import VERIFIED, unwrapped
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(
-        f"this integration needs transformers and accelerate: {how_to('huggingface')}"
-    ) from error
 
 _Base = Trainer if TYPE_CHECKING else object
 
 
-class UntunedCallback(TrainerCallback):
+class UntunedCallback(AverageCallback, TrainerCallback):
     """Evaluates, saves and returns the average of `Untuned`, whatever the strategies are.
 
-    A run that is resumed from a checkpoint continues from the iterate, exactly.
-
-    Args:
-        recalibrate_batches: Recompute BatchNorm's running statistics over this many of the last
-            training batches whenever the average is swapped in; 0 leaves them as they are.
+    A run that is resumed from a checkpoint continues from the iterate, exactly. For
+    `recalibrate_batches` see `Average`.
     """
-
-    def __init__(self, *, recalibrate_batches: int = 0) -> None:
-        self._batches = recalibrate_batches
-        self._average = Average(recalibrate_batches=recalibrate_batches)
-        self._following = ExitStack()
 
     def on_train_begin(
         self, args: Any, state: Any, control: Any, model: Any, optimizer: Any, **kwargs: Any
     ) -> None:
-        opt = unwrapped(optimizer)
-        if not isinstance(opt, Untuned):
-            raise TypeError(
-                f"UntunedCallback is for Untuned, got {type(opt).__name__}: pass "
-                "optimizers=(Untuned(model.parameters()), None), or leave the callback out"
-            )
-        self._following.close()  # left by a run that failed
-        if self._average.optimizers != [opt]:
-            self._average = Average([opt], model, self._batches)
-            _warn_of_decay(kwargs.get("lr_scheduler"), state.max_steps)
+        advice = "pass optimizers=(Untuned(model.parameters()), None)"
+        self._begin([unwrapped(optimizer)], model, advice)
+        _warn_of_decay(kwargs.get("lr_scheduler"), state.max_steps)
         self._average.swap_out()
-        self._following = self._average.follow(model)
+        self._hooks = self._average.follow(model)
 
     def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
         self._average.swap_in()  # before the best model is loaded, if this was the last epoch
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        self._average.swap_in()
-        self._following.close()
+        self._end()
 
 
 def _warn_of_decay(scheduler: Any, steps: int) -> None:
@@ -97,7 +72,6 @@ class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ign
     """
 
     _replay: Replay | None = None
-    _detector: WriteDetector | None = None
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         optimizer = super().create_optimizer(*args, **kwargs)
@@ -117,13 +91,10 @@ class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ign
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         if self._replay is None:
-            process = partial(self._process, model)
-            opt = unwrapped(self.optimizer)
+            opt, process = unwrapped(self.optimizer), partial(self._process, model)
             self._replay = Replay(opt, model, process, self.accelerator.scaler)
-        if self._detector is None:
-            self._detector = WriteDetector()
         if not self._replay.recording:
-            self._detector.restart_if_written(self._replay.opt)
+            restart_if_written(self._replay.opt)
         last = self.accelerator.sync_gradients
         self._replay.record(partial(self._again, model, inputs, num_items_in_batch, last))
         return super().training_step(model, inputs, num_items_in_batch)
@@ -140,9 +111,9 @@ class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ign
             self.accelerator.unscale_gradients()
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        opt = unwrapped(self.optimizer)
-        if "loss" in logs and isinstance(opt, PairedOptimizer):
-            logs |= {f"stormplus/{name}": value for name, value in opt.diagnostics().items()}
+        if "loss" in logs:
+            numbers = unwrapped(self.optimizer).diagnostics()
+            logs |= {f"stormplus/{name}": value for name, value in numbers.items()}
         super().log(logs, *args, **kwargs)
 
 
@@ -161,15 +132,13 @@ class _EndOfStep(TrainerCallback):
     def __init__(self, trainer: StormPlusTrainerMixin) -> None:
         self._trainer = trainer
 
-    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
-        if self._trainer._replay is not None:  # auto_find_batch_size begins again after an error
-            self._trainer._replay.finish()
-
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        replay, detector = self._trainer._replay, self._trainer._detector
-        if replay is not None and detector is not None:
+        replay = self._trainer._replay
+        if replay is not None:
             replay.finish()
-            detector.record(replay.opt)
+            record_versions(replay.opt)
+
+    on_train_begin = on_optimizer_step  # auto_find_batch_size begins again after an error
 
 
 def _check(trainer: Any, opt: Any) -> None:

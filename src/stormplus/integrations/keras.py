@@ -1,16 +1,14 @@
 """Keras 3 on the torch backend: an optimizer for `compile` and a mixin for the model.
 
-Set `KERAS_BACKEND=torch` before keras is imported.
-
 Keras keeps running statistics and the seeds of random layers as variables, not as buffers of a
 torch module. The mixin's training step restores those too, so that both evaluations of a batch
-draw the same masks and statistics move once. With `Untuned` the model is evaluated and saved at
-the average, and trained at the iterate.
+draw the same masks and statistics move once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from io import BytesIO
 from typing import Any
 
@@ -18,27 +16,15 @@ import numpy as np
 import torch
 from torch import nn
 
-from stormplus.install import how_to
-from stormplus.integrations._write_detector import WriteDetector
+from stormplus import torch as optimizers
+from stormplus.install import required
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.untuned import Average, ignore_lr
-from stormplus.torch import (
-    BaseOptimizer,
-    PairedOptimizer,
-    SimplifiedStormPlus,
-    Storm,
-    StormPlus,
-    Untuned,
-    same_sample,
-)
+from stormplus.torch import BaseOptimizer, PairedOptimizer, Untuned, same_sample
 
-try:
+with required("keras"):  # keras, or the backend that it looks for
     import keras
     from keras.src.random.seed_generator import global_seed_generator
-except ModuleNotFoundError as error:  # keras, or the backend that it looks for
-    raise ModuleNotFoundError(
-        "this integration needs keras, and KERAS_BACKEND=torch in the environment before it is "
-        f"imported: {how_to('keras')}"
-    ) from error
 
 if keras.backend.backend() != "torch":
     raise RuntimeError(
@@ -47,17 +33,7 @@ if keras.backend.backend() != "torch":
     )
 
 _STATE = "stormplus"
-_METHODS = {kind.__name__: kind for kind in (StormPlus, SimplifiedStormPlus, Storm, Untuned)}
-
-_CLIPPING = "leave it out; a smaller learning_rate shortens the moves instead"
-_REFUSED = {
-    "clipnorm": _CLIPPING,
-    "clipvalue": _CLIPPING,
-    "global_clipnorm": _CLIPPING,
-    "use_ema": "use stormplus.UniformIterate",
-    "gradient_accumulation_steps": "use a larger batch_size",
-    "loss_scale_factor": "use the dtype policy mixed_bfloat16, which needs none",
-}
+_METHODS = ("StormPlus", "SimplifiedStormPlus", "Storm", "Untuned")
 
 
 @keras.saving.register_keras_serializable("stormplus")
@@ -65,7 +41,8 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
     """An optimizer of this package, for `model.compile(optimizer=...)`.
 
     The model's class must have `StormPlusModelMixin` among its bases. Saving the model saves the
-    state, and a loaded model continues exactly.
+    state, and a loaded model continues exactly. Clipping, gradient accumulation and moving
+    averages of Keras are not supported.
 
     Args:
         method: "StormPlus", "SimplifiedStormPlus", "Storm" or "Untuned".
@@ -82,8 +59,6 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         name: str = "stormplus",
         **options: Any,
     ) -> None:
-        for key in options.keys() & _REFUSED.keys():
-            raise ValueError(f"{key}={options[key]!r} is not supported: {_REFUSED[key]}")
         if method not in _METHODS:
             raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
         if method == "Untuned" and isinstance(learning_rate, (int, float)):
@@ -91,7 +66,7 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
             learning_rate = 1.0
         super().__init__(learning_rate=learning_rate, name=name)
         self.method, self._options = method, options
-        self._detector, self.average = WriteDetector(), Average()
+        self.average = Average()
         self._torch_optimizer: BaseOptimizer | None = None
 
     @property
@@ -111,27 +86,22 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
                 )
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
-        make: Any = _METHODS[self.method]
+        make: Any = getattr(optimizers, self.method)
         rate = {} if make is Untuned else {"lr": float(self.learning_rate)}
         opt = self._torch_optimizer = make(params.values(), **rate, **self._options)
         if isinstance(opt, Untuned):
             self.average = Average([opt])
 
     def step(self, closure: Callable[[], Any], variables: list[Any]) -> None:
-        """Take a step of the torch optimizer, at Keras's learning rate.
-
-        Args:
-            closure: As for the torch optimizer.
-            variables: The model's trainable variables at present.
-        """
+        """Take a step of the torch optimizer, at Keras's learning rate."""
         self._check_variables_are_known(variables)
         opt = self.torch_optimizer
         for group in opt.param_groups:
             group["lr"] = float(self.learning_rate)
         if isinstance(opt, PairedOptimizer):
-            self._detector.restart_if_written(opt)
+            restart_if_written(opt)
             opt.step(closure)
-            self._detector.record(opt)
+            record_versions(opt)
         else:
             self.average.swap_out()
             opt.step(closure)
@@ -139,20 +109,15 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Raise: Keras's own training step calls this, which the mixin replaces."""
-        needs = "its average swapped in" if self.method == "Untuned" else "two gradients per batch"
         raise RuntimeError(
-            f"{self.method} needs {needs}, and Keras's own training step does not do that: make "
-            "the model's class `class Model(StormPlusModelMixin, keras.Model)`, with "
-            "StormPlusModelMixin from stormplus.integrations.keras"
+            f"{self.method} needs a training step of its own: make the model's class "
+            "`class Model(StormPlusModelMixin, keras.Model)`, with StormPlusModelMixin from "
+            "stormplus.integrations.keras"
         )
 
-    def exclude_from_weight_decay(self, var_list: Any = None, var_names: Any = None) -> None:
+    def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
         """Raise: one weight decay holds for all variables."""
-        raise RuntimeError(
-            f"exclude_from_weight_decay(var_list={var_list!r}, var_names={var_names!r}) would "
-            "have no effect: weight_decay= is for all variables here. Use parameter groups in your "
-            "own torch loop, or kernel_regularizer in the layers that are to decay"
-        )
+        raise RuntimeError("weight_decay is for all variables here: use kernel_regularizer")
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
@@ -174,17 +139,6 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
             self.torch_optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
-def _at_average(name: str) -> Callable[..., Any]:
-    """Return Keras's method of this name, called with the average of `Untuned` swapped in."""
-
-    def method(self: Any, *args: Any, **kwargs: Any) -> Any:
-        self.swap_in_average()
-        return getattr(super(StormPlusModelMixin, self), name)(*args, **kwargs)
-
-    method.__name__, method.__doc__ = name, f"Call Keras's `{name}` at the average."
-    return method
-
-
 class StormPlusModelMixin:
     """Put it before a Keras model: `class Model(StormPlusModelMixin, keras.Model): ...`.
 
@@ -193,20 +147,25 @@ class StormPlusModelMixin:
     leaves it there.
     """
 
-    evaluate = _at_average("evaluate")
-    predict = _at_average("predict")
-    test_on_batch = _at_average("test_on_batch")
-    predict_on_batch = _at_average("predict_on_batch")
-    get_weights = _at_average("get_weights")  # called by EarlyStopping
-    set_weights = _at_average("set_weights")
-    save = _at_average("save")
-    save_weights = _at_average("save_weights")
-
     def swap_in_average(self: Any) -> None:
         """Put the average of `Untuned` into the model; do nothing for other optimizers."""
         optimizer = getattr(self, "optimizer", None)  # there is none before compile
         if isinstance(optimizer, StormPlusOptimizer):
             optimizer.average.swap_in()
+
+    def _at_average(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of Keras with the average swapped in."""
+        self.swap_in_average()
+        return getattr(super(), name)(*args, **kwargs)
+
+    evaluate = partialmethod(_at_average, "evaluate")
+    predict = partialmethod(_at_average, "predict")
+    test_on_batch = partialmethod(_at_average, "test_on_batch")
+    predict_on_batch = partialmethod(_at_average, "predict_on_batch")
+    get_weights = partialmethod(_at_average, "get_weights")  # called by EarlyStopping
+    set_weights = partialmethod(_at_average, "set_weights")
+    save = partialmethod(_at_average, "save")
+    save_weights = partialmethod(_at_average, "save_weights")
 
     def fit(self, *args: Any, **kwargs: Any) -> Any:
         """Call Keras's `fit`, and leave the average in the model."""
@@ -217,10 +176,7 @@ class StormPlusModelMixin:
 
     def make_train_function(self: Any, force: bool = False) -> Any:
         if self.jit_compile:
-            raise ValueError(
-                "compile(jit_compile=True) cannot compile a training step with two evaluations: "
-                "leave jit_compile out"
-            )
+            raise ValueError("jit_compile=True cannot compile two evaluations: leave it out")
         return super().make_train_function(force)  # type: ignore[misc]
 
     def train_step(self: Any, data: Any) -> Any:
@@ -237,9 +193,7 @@ class StormPlusModelMixin:
         def closure() -> Any:
             self.zero_grad()
             y_pred = self(x, training=True) if self._call_has_training_arg else self(x)
-            loss = self.compute_loss(
-                x=x, y=y, y_pred=y_pred, sample_weight=sample_weight, training=True
-            )
+            loss = self.compute_loss(x, y, y_pred, sample_weight, training=True)
             loss.backward()
             if not first:
                 first.extend((y_pred, loss.detach()))

@@ -1,11 +1,7 @@
 """Lightning: one callback for `Untuned`, and one for paired optimizers.
 
-    trainer = Trainer(callbacks=[UntunedCallback()])
-    trainer = Trainer(callbacks=[StormPlusCallback()])
-
-Lightning passes a closure in fp32 and bf16 only, and it evaluates only the last micro-batch when
-gradients are accumulated. With `StormPlusCallback` both evaluations cover all micro-batches in
-every precision. `UntunedCallback` lets Lightning validate and save the average.
+Lightning passes a closure in fp32 and bf16 only, and when gradients are accumulated the closure
+evaluates only the last micro-batch.
 """
 
 from __future__ import annotations
@@ -15,16 +11,15 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
-from stormplus.install import how_to
+from stormplus.install import required
 from stormplus.integrations.replay import CLIPPING, Replay
-from stormplus.integrations.untuned import Average
-from stormplus.torch import PairedOptimizer, Untuned
-from stormplus.trainers import NO_FINDER
+from stormplus.integrations.untuned import AverageCallback
+from stormplus.torch import PairedOptimizer
 from stormplus.versions import order_is_drawn_again
 
-try:
+with required("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
-    from lightning.pytorch.callbacks import LearningRateFinder, StochasticWeightAveraging
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
     from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer import call
@@ -32,90 +27,58 @@ try:
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
     from lightning_utilities.core.rank_zero import rank_zero_warn
     from torchmetrics import Metric
-except ModuleNotFoundError as error:
-    raise ModuleNotFoundError(f"this integration needs lightning: {how_to('lightning')}") from error
 
 CHECKPOINT_KEY = "stormplus"
 
 
-class UntunedCallback(Callback):
+class UntunedCallback(AverageCallback, Callback):
     """Validates, saves and leaves the average of `Untuned`, and trains its iterate.
 
-    A run that is resumed from a checkpoint continues from the iterate, exactly.
-
-    Args:
-        recalibrate_batches: Recompute BatchNorm's running statistics over this many of the last
-            training batches whenever the average is swapped in; 0 leaves them as they are.
+    A run that is resumed from a checkpoint continues from the iterate, exactly. For
+    `recalibrate_batches` see `Average`.
     """
 
-    def __init__(self, *, recalibrate_batches: int = 0) -> None:
-        self._batches = recalibrate_batches
-        self._installed = ExitStack()
-        self._average = Average(recalibrate_batches=recalibrate_batches)
-
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _check_package(trainer)
-        if any(isinstance(other, LearningRateFinder) for other in trainer.callbacks):
-            raise RuntimeError(NO_FINDER)
-
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        optimizers = [opt for opt in trainer.optimizers if isinstance(opt, Untuned)]
-        if not optimizers:
-            raise TypeError(
-                f"UntunedCallback is for Untuned, got {_names(trainer)}: return Untuned from "
-                "configure_optimizers, or leave the callback out"
+        self._begin(trainer.optimizers, pl_module, "return Untuned from configure_optimizers")
+        if _has_swa(trainer):
+            raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
+        if self._recalibrate_batches and not pl_module.automatic_optimization:
+            raise ValueError(
+                "recalibrate_batches calls training_step again, which steps with manual "
+                "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
             )
-        if any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks):
-            raise ValueError("Untuned averages by itself: leave StochasticWeightAveraging out")
-        average = self._average = Average(optimizers, pl_module, self._batches)
         save = trainer.save_checkpoint
 
-        @wraps(save)
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            with average.swapped_in():
+            with self._average.swapped_in():
                 save(*args, **kwargs)
 
-        self._installed.enter_context(_replaced(trainer, "save_checkpoint", save_checkpoint))
-        if self._batches:
-            self._remember_batches(trainer, pl_module, average)
+        self._hooks.enter_context(_replaced(trainer, "save_checkpoint", save_checkpoint))
 
-    def _remember_batches(
-        self, trainer: Trainer, pl_module: LightningModule, average: Average
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        if not pl_module.automatic_optimization:
-            raise ValueError(
-                f"recalibrate_batches={self._batches} calls training_step again, which steps with "
-                "manual optimization: leave it out, and call stormplus.recalibrate in "
-                "on_validation_start"
-            )
-        user_training_step = pl_module.training_step
-
-        def evaluate_again(*args: Any, **kwargs: Any) -> None:
-            with _without_logging(pl_module), trainer.precision_plugin.train_step_context():
-                user_training_step(*args, **kwargs)
-
-        @wraps(user_training_step)
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            average.remember(partial(evaluate_again, *args, **kwargs))
-            return user_training_step(*args, **kwargs)
-
-        self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
-
-    def on_train_batch_start(self, *_: Any) -> None:
         self._average.swap_out()
+        if not self._recalibrate_batches:
+            return
+        takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
+        args = (batch, batch_idx) if takes_index else (batch,)
+
+        def evaluate() -> None:
+            with _without_logging(pl_module), trainer.precision_plugin.train_step_context():
+                pl_module.training_step(*args)
+
+        self._average.remember(evaluate)
 
     def on_validation_start(self, *_: Any) -> None:
         self._average.swap_in()
 
     def on_train_end(self, *_: Any) -> None:
-        self._average.swap_in()
+        self._end()
 
     def on_exception(self, *_: Any) -> None:
         self._average.swap_in(recalibrated=False)  # other ranks may not get here
-        self._installed.close()  # Lightning calls no teardown after an exception
-
-    def teardown(self, *_: Any, **__: Any) -> None:
-        self._installed.close()
+        self._hooks.close()
 
 
 class StormPlusCallback(Callback):
@@ -139,8 +102,7 @@ class StormPlusCallback(Callback):
         self._last: Callable[[], Any] | None = None  # evaluates the last micro-batch
         self._resumed: dict[str, Any] | None = None
 
-    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        _check_package(trainer)
+    def setup(self, *_: Any, **__: Any) -> None:
         self._resumed = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -161,7 +123,6 @@ class StormPlusCallback(Callback):
         self._installed.callback(replay.remove)
         user_training_step, user_optimizer_step = pl_module.training_step, pl_module.optimizer_step
 
-        @wraps(user_training_step)
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not replay.running:
                 batch = trainer._results.batch
@@ -171,27 +132,21 @@ class StormPlusCallback(Callback):
             with nullcontext() if counts else _without_logging(pl_module):
                 return user_training_step(*args, **kwargs)
 
-        @wraps(user_optimizer_step)
-        def optimizer_step(
-            epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Callable[[], Any]
-        ) -> None:
+        def optimizer_step(epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
             def first() -> Any:
-                loss = optimizer_closure()
+                loss = closure()
                 if loss is None and all(p.grad is None for p in opt.parameters()):
                     raise _SampleSkipped
                 return loss
 
-            self._last = optimizer_closure
+            self._last = closure
             try:
                 user_optimizer_step(epoch, batch_idx, optimizer, first)
             except _SampleSkipped:
                 pass
-            except BaseException as error:
-                replay.close(error)
-                raise
             finally:
                 self._last = None
-            replay.finish()
+                replay.finish()
 
         self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
         self._installed.enter_context(_replaced(pl_module, "optimizer_step", optimizer_step))
@@ -205,9 +160,7 @@ class StormPlusCallback(Callback):
         if self._replay is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._replay.finish()  # left by an epoch that was ended early
 
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: LightningModule, *_: Any) -> None:
         every = trainer.log_every_n_steps
         if not self._log_diagnostics or not every or trainer.global_step % every:
             return
@@ -220,23 +173,18 @@ class StormPlusCallback(Callback):
         self._installed.close()
         self._replay = None
 
-    def on_exception(self, *_: Any) -> None:
-        self.on_train_end()
+    on_exception = on_train_end
 
     # -- random numbers in checkpoints: in one process, because a checkpoint has one copy ---------
 
-    def on_save_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.world_size == 1 and trainer.optimizers:  # none after `trainer.validate`
             checkpoint[CHECKPOINT_KEY] = {
                 "rng": _paired_optimizers(trainer)[0].random_streams().pack(),
                 "mid_epoch": not trainer.is_last_batch,
             }
 
-    def on_load_checkpoint(
-        self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
+    def on_load_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.world_size == 1:
             self._resumed = checkpoint.get(CHECKPOINT_KEY)
 
@@ -250,21 +198,18 @@ class StormPlusCallback(Callback):
     def _rewind(self, trainer: Trainer) -> None:
         if self._resumed is None:
             return
-        packed, streams = self._resumed["rng"], _paired_optimizers(trainer)[0].random_streams()
-        if packed.numel() != streams.size:
-            rank_zero_warn(
-                f"the checkpoint holds {packed.numel()} bytes of random state, this process has "
-                f"{streams.size}: it was made with other devices or generators, and the run "
-                "continues with other random numbers"
-            )
+        streams = _paired_optimizers(trainer)[0].random_streams()
+        try:
+            streams.unpack(self._resumed["rng"])
+        except RuntimeError as error:  # it was made with other devices or generators
+            rank_zero_warn(f"the run continues with other random numbers: {error}")
             self._resumed = None
-            return
-        streams.unpack(packed)
-        streams.rewind()
+        else:
+            streams.rewind()
 
 
-class _SampleSkipped(Exception):  # not an error: the user skips this batch
-    """Raised when `training_step` returned None."""
+class _SampleSkipped(Exception):
+    """Raised when `training_step` returned None: the user skips this batch."""
 
 
 def _evaluate_again(trainer: Any, opt: PairedOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
@@ -285,13 +230,8 @@ def _evaluate_again(trainer: Any, opt: PairedOptimizer, batch: Any, args: Any, k
 @contextmanager
 def _without_logging(pl_module: LightningModule) -> Iterator[None]:
     """Let `self.log` do nothing, and restore the module's metrics afterwards."""
-    saved = []
-    for metric in (module for module in pl_module.modules() if isinstance(module, Metric)):
-        states = {
-            name: list(state) if isinstance(state, list) else state.detach().clone()
-            for name, state in metric.metric_state.items()
-        }
-        saved.append((metric, metric._update_count, states))
+    metrics = [module for module in pl_module.modules() if isinstance(module, Metric)]
+    saved = [(metric, metric._update_count, metric._copy_state_dict()) for metric in metrics]
     with _replaced(pl_module, "log", lambda *args, **kwargs: None):
         yield
     for metric, count, states in saved:
@@ -304,7 +244,7 @@ def _without_logging(pl_module: LightningModule) -> Iterator[None]:
 def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of this one object inside the context."""
     had_one, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
+    setattr(owner, name, wraps(getattr(owner, name))(value) if callable(value) else value)
     try:
         yield
     finally:
@@ -317,58 +257,40 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
 def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
     found: list[Any] = [opt for opt in trainer.optimizers if isinstance(opt, PairedOptimizer)]
     if not found:
+        names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
-            "StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got "
-            f"{_names(trainer)}: return one of them from configure_optimizers, or leave the "
-            "callback out. Untuned needs UntunedCallback"
+            f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
+            "return one of them from configure_optimizers. Untuned needs UntunedCallback"
         )
     return found
 
 
-def _names(trainer: Trainer) -> str:
-    return ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
-
-
-def _check_package(trainer: Any) -> None:
-    if not isinstance(trainer, Trainer):
-        kind = type(trainer)
-        raise TypeError(
-            f"the trainer is a {kind.__module__.split('.')[0]}.{kind.__qualname__}: import "
-            "Trainer, LightningModule and callbacks from lightning.pytorch, not from "
-            "pytorch_lightning"
-        )
+def _has_swa(trainer: Trainer) -> bool:
+    return any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks)
 
 
 def _check(trainer: Any, pl_module: LightningModule) -> None:
     """Raise if the two gradients of a sample would silently be wrong."""
+    if not isinstance(trainer, Trainer):
+        raise TypeError("import Trainer from lightning.pytorch, not from pytorch_lightning")
     plugin, strategy = trainer.precision_plugin, trainer.strategy
+    automatic, training_step = pl_module.automatic_optimization, pl_module.training_step
     passes_closure = (Precision.optimizer_step, MixedPrecision.optimizer_step)
     if type(plugin).optimizer_step not in passes_closure:
-        raise TypeError(
-            f"the precision plugin {type(plugin).__name__} does not pass the closure on: use "
-            'precision="32-true", "64-true", "bf16-mixed" or "16-mixed"'
-        )
+        raise TypeError(f"{type(plugin).__name__} does not pass the closure on: use bf16-mixed")
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise TypeError(
             f"the strategy {type(strategy).__name__} has not been verified: use one device or "
             'strategy="ddp", or FSDP2 in your own loop (docs/many-machines.md)'
         )
-    if any(isinstance(other, StochasticWeightAveraging) for other in trainer.callbacks):
-        raise ValueError(
-            "StochasticWeightAveraging ends with steps without gradients: average with "
-            "EMAWeightAveraging, or with stormplus.UniformIterate"
-        )
-    if pl_module.automatic_optimization and is_param_in_hook_signature(
-        pl_module.training_step, "dataloader_iter", explicit=True
-    ):
+    if _has_swa(trainer):
+        raise ValueError("leave StochasticWeightAveraging out: average with EMAWeightAveraging")
+    if automatic and is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
         raise TypeError(
             "training_step(self, dataloader_iter) draws another batch each time it is called: take "
             "(self, batch, batch_idx), or use manual optimization with one draw before the closure"
         )
-    if getattr(plugin, "scaler", None) is not None and not pl_module.automatic_optimization:
-        raise ValueError(
-            "with manual optimization and 16-mixed Lightning steps without the closure: use "
-            "bf16-mixed, or automatic optimization"
-        )
+    if not automatic and getattr(plugin, "scaler", None) is not None:
+        raise ValueError("16-mixed drops the closure of manual optimization: use bf16-mixed")
     if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module):
         rank_zero_warn(f"gradient clipping {CLIPPING}: Trainer(gradient_clip_val=None)")

@@ -67,17 +67,14 @@ class Replay:
         self._micro_batches.append(evaluate_again)
 
     def finish(self) -> None:
-        """End the sample, after the trainer has stepped or has skipped an overflow."""
-        if self._sample is not None and not self._stepped:
-            self._sample.restore()  # a skipped sample must not change running statistics
-        self.close()
-
-    def close(self, error: BaseException | None = None) -> None:
-        """Forget the sample; after an error, restore the running statistics."""
-        sample, self._sample, self._micro_batches = self._sample, None, []
-        self._stepped = False
-        if sample is not None:
-            sample.__exit__(None if error is None else type(error), error, None)
+        """End the sample, after the trainer has stepped, has skipped an overflow or has failed."""
+        sample, stepped = self._sample, self._stepped
+        self._sample, self._stepped, self._micro_batches = None, False, []
+        if sample is None:
+            return
+        if not stepped or self.opt.pending:
+            sample.restore()  # the sample does not count
+        sample.__exit__(None, None, None)
 
     def remove(self) -> None:
         """End the sample and let `step()` require a closure again."""
@@ -89,12 +86,9 @@ class Replay:
         if not args:  # move() and estimate() run the hooks too
             return None
         given = kwargs.get("closure") or next(iter(args[1:]), None)
-        calls = 0
 
         def closure() -> Any:
-            nonlocal calls
-            calls += 1
-            return self._first(given) if calls == 1 else self._second()
+            return self._second() if self._stepped else self._first(given)
 
         return (opt,), {"closure": closure}
 

@@ -1,18 +1,14 @@
-"""skorch: a mixin for its nets.
-
-skorch gives every optimizer a closure. The mixin lets running statistics count each sample once,
-replaces skorch's default `lr` of 0.01, restarts the estimator when weights are loaded alone, and
-for `Untuned` swaps the average in and out.
-"""
+"""skorch: a mixin for its nets, which give every optimizer a closure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partialmethod
 from typing import Any
 
 from torch import nn
 
-from stormplus.integrations._write_detector import WriteDetector
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.untuned import Average, ignore_lr
 from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
 
@@ -36,15 +32,9 @@ class StormPlusNetMixin:
     _optimizers: list[str]
 
     def __init__(
-        self,
-        *args: Any,
-        optimizer: type[BaseOptimizer] = StormPlus,
-        lr: float = 1.0,
-        **kwargs: Any,
+        self, *args: Any, optimizer: type[BaseOptimizer] = StormPlus, lr: float = 1.0, **kwargs: Any
     ) -> None:
         super().__init__(*args, optimizer=optimizer, lr=lr, **kwargs)  # type: ignore[call-arg]
-        # Trailing underscores: skorch would take other names for arguments.
-        self.storm_detector_, self.storm_average_ = WriteDetector(), Average()
 
     def get_params_for_optimizer(self, prefix: str, named_parameters: Any) -> Any:
         """Return the optimizer's arguments, without a learning rate for `Untuned`."""
@@ -61,45 +51,26 @@ class StormPlusNetMixin:
         return super().set_params(**kwargs)  # type: ignore[misc]
 
     def _average(self) -> Average:
-        """Return the average of the optimizers that the net has now."""
         optimizers = [getattr(self, name + "_", None) for name in self._optimizers]
-        found = [opt for opt in optimizers if isinstance(opt, Untuned)]
-        if self.storm_average_.optimizers != found:
-            self.storm_average_ = Average(found)
-        return self.storm_average_
+        return Average(opt for opt in optimizers if isinstance(opt, Untuned))
+
+    def _at_average(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Call a method of the net with the average swapped in."""
+        self._average().swap_in()
+        return getattr(super(), name)(*args, **kwargs)
+
+    validation_step = partialmethod(_at_average, "validation_step")
+    evaluation_step = partialmethod(_at_average, "evaluation_step")
+    save_params = partialmethod(_at_average, "save_params")
+    on_epoch_end = partialmethod(_at_average, "on_epoch_end")
+    on_train_end = partialmethod(_at_average, "on_train_end")
 
     def train_step_single(self, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a training batch at the iterate."""
         self._average().swap_out()
         return super().train_step_single(*args, **kwargs)  # type: ignore[misc]
 
-    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a validation batch at the average."""
-        self._average().swap_in()
-        return super().validation_step(*args, **kwargs)  # type: ignore[misc]
-
-    def evaluation_step(self, batch: Any, training: bool = False) -> Any:
-        """Predict at the average."""
-        if not training:
-            self._average().swap_in()
-        return super().evaluation_step(batch, training)  # type: ignore[misc]
-
-    def on_epoch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Call the callbacks at the average."""
-        self._average().swap_in()
-        super().on_epoch_end(*args, **kwargs)  # type: ignore[misc]
-
-    def save_params(self, *args: Any, **kwargs: Any) -> None:
-        """Save the average."""
-        self._average().swap_in()
-        super().save_params(*args, **kwargs)  # type: ignore[misc]
-
-    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
-        """Leave the average in the module."""
-        self._average().swap_in()
-        super().on_train_end(*args, **kwargs)  # type: ignore[misc]
-
-    def _step_optimizer(self, step_fn: Callable[[], Any] | None) -> None:
+    def _step_optimizer(self, step_fn: Callable[[], Any]) -> None:
         """Pass skorch's closure on, with replayed random numbers and running statistics."""
         optimizers = [getattr(self, name + "_") for name in self._optimizers]
         if all(isinstance(opt, Untuned) for opt in optimizers):
@@ -119,10 +90,8 @@ class StormPlusNetMixin:
                 "An AcceleratedOptimizer comes from skorch's AccelerateMixin, which steps without "
                 "a closure: leave that mixin out"
             )
-        if step_fn is None:
-            raise TypeError("_step_optimizer got no closure: pass it the net's step_fn")
         parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
         model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
-        self.storm_detector_.restart_if_written(opt)
+        restart_if_written(opt)
         opt.step(same_sample(opt, model)(step_fn))
-        self.storm_detector_.record(opt)
+        record_versions(opt)

@@ -79,7 +79,7 @@ class Average:
                 self.swap_out()
 
     def remember(self, evaluate: Callable[[], Any]) -> None:
-        """Keep a training batch, as a function that evaluates it, for the running statistics."""
+        """Keep a training batch, as a function that evaluates it, to recompute statistics."""
         self._batches.append(evaluate)
 
     def _recalibrate(self) -> None:
@@ -97,12 +97,7 @@ class Average:
         A call in train mode and a step with a closure swap the average out. A call in eval mode
         and taking the state of the module or of the optimizer swap it in.
         """
-        distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
-        if (
-            self._batches.maxlen
-            and (distributed and torch.distributed.get_world_size() > 1)
-            and any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-        ):
+        if self._batches.maxlen and _synchronizes_statistics(module):
             raise ValueError(
                 "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
                 "others. Leave it at 0, and before the last save call opt.eval() and "
@@ -127,8 +122,7 @@ class Average:
             return
         if module.training:
             self.swap_out()
-            if self._batches.maxlen:
-                self.remember(partial(module, *args, **kwargs))
+            self.remember(partial(module, *args, **kwargs))
         else:
             self.swap_in()
 
@@ -144,11 +138,43 @@ class Average:
         return Average, ()
 
 
-def ignore_lr(lr: Any, stacklevel: int = 3) -> None:
+class AverageCallback:
+    """What the callbacks of all trainers for `Untuned` share."""
+
+    def __init__(self, *, recalibrate_batches: int = 0) -> None:
+        super().__init__()
+        self._recalibrate_batches = recalibrate_batches
+        self._average = Average(recalibrate_batches=recalibrate_batches)
+        self._hooks = ExitStack()
+
+    def _begin(self, optimizers: list[Any], model: Any, advice: str) -> None:
+        """Take the average of the trainer's optimizers; raise if there is no `Untuned`."""
+        found = [opt for opt in optimizers if isinstance(opt, Untuned)]
+        if not found:
+            names = ", ".join(type(opt).__name__ for opt in optimizers) or "nothing"
+            raise TypeError(
+                f"UntunedCallback is for Untuned, got {names}: {advice}, or leave the callback out"
+            )
+        self._hooks.close()  # left by a run that failed
+        self._average = Average(found, model, self._recalibrate_batches)
+
+    def _end(self) -> None:
+        self._average.swap_in()
+        self._hooks.close()
+
+
+def _synchronizes_statistics(module: nn.Module) -> bool:
+    dist = torch.distributed
+    if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
+        return False
+    return any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+
+
+def ignore_lr(lr: Any) -> None:
     """Warn that a learning rate is ignored, unless it is 1.0 or None."""
-    if lr is None or float(lr) == 1.0:
-        return
-    warnings.warn(
-        f"lr={float(lr):g} is ignored: Untuned finds its own step sizes. Leave it out, or pass 1.0",
-        stacklevel=stacklevel,
-    )
+    if lr is not None and float(lr) != 1.0:
+        warnings.warn(
+            f"lr={float(lr):g} is ignored: Untuned finds its own step sizes. Leave it out, or "
+            "pass 1.0",
+            stacklevel=3,
+        )
