@@ -176,7 +176,7 @@ def test_a_method_is_its_papers_update_per_tensor(stepper, update, evaluations, 
             for p, g, old, state in zip(model.parameters(), grads, olds, states, strict=True):
                 p.copy_(update(t, p, g, old, state))
     for p, q in zip(run.model.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)
 
 
 def test_svrg_is_its_formula_and_pays_for_its_anchors():
@@ -277,7 +277,7 @@ def test_a_method_with_an_average_is_measured_there_and_continues(optimizer):
     for run in (measured, plain):
         run.advance(2 * STEPS)
     for p, q in zip(measured.model.parameters(), plain.model.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-6)  # train() and eval() round
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)  # train() and eval() round
 
 
 @pytest.mark.parametrize(("linear", "quarter"), [(False, 1 + 0.5**0.5), (True, 1.5)])

@@ -34,6 +34,15 @@ if keras.backend.backend() != "torch":
 
 _STATE = "stormplus"
 _METHODS = ("StormPlus", "SimplifiedStormPlus", "Storm", "Untuned")
+_CLIPPING = "leave it out; a smaller learning_rate shortens the moves instead"
+_REFUSED = {
+    "clipnorm": _CLIPPING,
+    "clipvalue": _CLIPPING,
+    "global_clipnorm": _CLIPPING,
+    "use_ema": "use stormplus.UniformIterate",
+    "gradient_accumulation_steps": "use a larger batch_size",
+    "loss_scale_factor": "use the dtype policy mixed_bfloat16, which needs none",
+}
 
 
 @keras.saving.register_keras_serializable("stormplus")
@@ -41,8 +50,7 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
     """An optimizer of this package, for `model.compile(optimizer=...)`.
 
     The model's class must have `StormPlusModelMixin` among its bases. Saving the model saves the
-    state, and a loaded model continues exactly. Clipping, gradient accumulation and moving
-    averages of Keras are not supported.
+    state, and a loaded model continues exactly.
 
     Args:
         method: "StormPlus", "SimplifiedStormPlus", "Storm" or "Untuned".
@@ -59,6 +67,8 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         name: str = "stormplus",
         **options: Any,
     ) -> None:
+        for key in options.keys() & _REFUSED.keys():
+            raise ValueError(f"{key}={options[key]!r} is not supported: {_REFUSED[key]}")
         if method not in _METHODS:
             raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
         if method == "Untuned" and isinstance(learning_rate, (int, float)):
