@@ -23,7 +23,6 @@ class Kind:
     shapes: tuple = ((), (1,), (5,), (1023,), (1025,), (200, 200))
     scale: float = 1.0
     layout: str = "contiguous"
-    rtol: float = 0.0  # of a step of Untuned, where it is more than the dtype's
     without: tuple = ()  # the backends that do not support it
 
     def draw(self, seed, dtype, scale=1.0):
@@ -73,10 +72,8 @@ KINDS = {
     "gradients in bfloat16": Kind(grad_dtype=BF16, without=(native,)),
     "bfloat16, gradients in float32": Kind(BF16, grad_dtype=F32, without=(native,)),
     "zeros": Kind(scale=0.0),
-    "1e-38": Kind(scale=1e-38, rtol=3e-6),
     "1e-20": Kind(scale=1e-20),
     "1e20": Kind(scale=1e20),
-    "1e37": Kind(scale=1e37),
     "1e-200": Kind(F64, scale=1e-200, without=(triton,)),
     "1e200": Kind(F64, scale=1e200, without=(triton,)),
     "unaligned": Kind(layout="unaligned"),
@@ -150,7 +147,7 @@ def untuned(backend, lists, skip=None):
     return tensors_of(group, lists), np.array([np.asarray(u_sq), np.asarray(moved_sq)])
 
 
-def assert_tensors_agree(actual, expected, exact=False, rtol=0.0):
+def assert_tensors_agree(actual, expected, exact=False):
     """Up to some roundings of the largest number in a tensor, or to the last bit."""
     if exact:
         return torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
@@ -159,7 +156,7 @@ def assert_tensors_agree(actual, expected, exact=False, rtol=0.0):
             eps, wide_eps = torch.finfo(a.dtype).eps, torch.finfo(wide_dtype(a.dtype)).eps
             largest = float(b.abs().nan_to_num(0, 0, 0).max())
             torch.testing.assert_close(
-                a, b, rtol=max(eps, rtol), atol=4 * wide_eps * largest, equal_nan=True, msg=name
+                a, b, rtol=eps, atol=4 * wide_eps * largest, equal_nan=True, msg=name
             )
             # In half precision few numbers are so close to the middle that they round differently.
             assert (a == b).double().mean() > 0.99 or eps == wide_eps, name
