@@ -1,4 +1,4 @@
-"""Copies, resets and checkpoints of every optimizer: a resumed run is the run."""
+"""Copies, checkpoints and other interruptions of a run, which goes on as if nothing had been."""
 
 import copy
 import pickle
@@ -6,25 +6,161 @@ import pickle
 import pytest
 import torch
 from checkpoint_ways import dcp_load, dcp_save, through_dcp, through_flat_dcp, through_torch_save
-from optimizers import CASES, UNTUNED, assert_same, every, everything, made, values
+from optimizers import (
+    CASES,
+    UNTUNED,
+    assert_same,
+    every,
+    every_paired,
+    everything,
+    made,
+    state_tensors,
+    values,
+)
 from problems_for_tests import Network
 from torch import nn
 from torch.optim import lr_scheduler
 
-COPIES = {"copy": copy.deepcopy, "pickle": lambda pair: pickle.loads(pickle.dumps(pair))}
+
+def build(case, dtype, seed=0):
+    """Two groups with a schedule."""
+    model = nn.ParameterList(Network(seed).parameters(dtype))  # a module: names for dcp
+    first, *rest = model
+    opt = case([{"params": [first], "lr": 0.3}, {"params": rest}], lr=0.5, weight_decay=0.01)
+    return model, opt, lr_scheduler.ExponentialLR(opt, 0.95)
+
+
+def in_memory(model, opt, new_model, new_opt, tmp_path):
+    new_model.load_state_dict(model.state_dict())
+    new_opt.load_state_dict(opt.state_dict())
+
+
+def in_inference_mode(*arguments):
+    with torch.inference_mode():
+        in_memory(*arguments)
+
+
+def loaded(way, at_average=False, ready=False):
+    """Into a new run. With `at_average` both are saved there; `ready` if the new one is there."""
+
+    def interrupt(case, run, tmp_path):
+        model, opt, schedule = run
+        new = build(case, model[0].dtype, seed=9)
+        new[0][0].requires_grad_(model[0].requires_grad)
+        if at_average:
+            opt.eval()
+        if ready:
+            new[1].eval()
+        before, generation = everything(opt), new[1].generation
+        way(model, opt, *new[:2], tmp_path)
+        assert new[1].generation > generation
+        new[2].load_state_dict(schedule.state_dict())
+        for p in model:
+            p.detach().fill_(7.0)  # no memory is shared
+        opt.reset()
+        if at_average:
+            assert_same(values(new[0]), before[0])
+            new[1].train()
+        return new
+
+    return interrupt
+
+
+def shared(case, run, tmp_path):
+    for tensor in state_tensors(run[1]).values():
+        tensor.share_memory_()
+    return run
+
+
+def frozen(case, run, tmp_path):
+    """As one half of a GAN is while the other is trained, or a model that is exported."""
+    model, opt, _ = run
+    for p in model:
+        p.requires_grad_(False)
+    opt.load_state_dict(opt.state_dict())
+    if not case.paired:
+        opt.eval()
+        opt.train()
+    return run
+
+
+INTERRUPTIONS = {
+    "copy": lambda case, run, tmp_path: copy.deepcopy(run),
+    "pickle": lambda case, run, tmp_path: pickle.loads(pickle.dumps(run)),
+    "shared memory": shared,
+    "frozen": frozen,
+    "memory": loaded(in_memory),
+    "inference mode": loaded(in_inference_mode),
+    "torch.save": loaded(through_torch_save),
+    "dcp": loaded(through_dcp),
+    "flat dcp": loaded(through_flat_dcp),
+}
+AT_AVERAGE = {
+    "torch.save": loaded(through_torch_save, at_average=True),
+    "torch.save, ready": loaded(through_torch_save, at_average=True, ready=True),
+    "dcp, ready": loaded(through_dcp, at_average=True, ready=True),
+}
+
+
+def trained(case, dtype, tmp_path, interrupt=None, cut=None, between_halves=False):
+    """With a first parameter that is frozen, frozen later, and unfrozen."""
+    problem, run = Network(samples=16), build(case, dtype)
+    for i, xi in enumerate(problem.samples):
+
+        def evaluate():
+            problem.closure(run[1], list(run[0]), xi)()
+
+        def freeze():
+            run[0].requires_grad_(True)
+            run[0][0].requires_grad_(not 5 <= i < 10)
+
+        freeze()
+        if i == cut and not between_halves:
+            run = interrupt(case, run, tmp_path)
+            freeze()
+        if i == cut and between_halves:
+            evaluate()
+            run[1].move()
+            run = interrupt(case, run, tmp_path)
+            evaluate()
+            run[1].estimate()
+        else:
+            case.step(run[1], evaluate)
+        run[2].step()
+    return run[1]
+
+
+def assert_goes_on(case, dtype, tmp_path, *arguments):
+    whole, found = trained(case, dtype, tmp_path), trained(case, dtype, tmp_path, *arguments)
+    assert_same(everything(found), everything(whole))
+    assert found.diagnostics() == whole.diagnostics()
+
+
+dtypes = [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 
 
 @every
-@pytest.mark.parametrize("name", COPIES)
-def test_copies_go_on_alike_and_apart(case, name):
-    problem, params, opt = made(case, weight_decay=0.1)
-    case.train(problem, opt, params, problem.samples[:6])
-    others, twin = COPIES[name]((params, opt))
-    for optimizer, tensors in ((opt, params), (twin, others)):
-        case.train(problem, optimizer, tensors, problem.samples[6:])
-    assert_same(everything(opt), everything(twin))
-    assert opt.diagnostics() == twin.diagnostics()
-    assert twin.diagnostics()["step"] == 12
+@pytest.mark.parametrize("name", INTERRUPTIONS)
+@pytest.mark.parametrize("dtype", dtypes, ids=str)
+@pytest.mark.parametrize("cut", [3, 7, 10, 12])
+def test_a_run_that_is_interrupted_goes_on_bit_by_bit(case, name, dtype, cut, tmp_path):
+    assert_goes_on(case, dtype, tmp_path, INTERRUPTIONS[name], cut)
+
+
+@every_paired
+@pytest.mark.parametrize("name", [name for name in INTERRUPTIONS if name != "frozen"])
+def test_a_pair_that_is_interrupted_goes_on_bit_by_bit(case, name, tmp_path):
+    assert_goes_on(case, torch.bfloat16, tmp_path, INTERRUPTIONS[name], 11, True)
+
+
+@pytest.mark.parametrize("name", AT_AVERAGE)
+def test_a_run_that_is_saved_at_the_average_goes_on_bit_by_bit(name, tmp_path):
+    assert_goes_on(UNTUNED, torch.bfloat16, tmp_path, AT_AVERAGE[name], 11)
+
+
+def test_dcp_refuses_a_state_saved_at_the_average_unless_eval_was_called(tmp_path):
+    with pytest.raises(ValueError, match=r"Call opt.eval\(\) before you load"):
+        trained(UNTUNED, torch.float64, tmp_path, loaded(through_dcp, at_average=True), 11)
 
 
 @every
@@ -40,65 +176,6 @@ def test_reset_is_a_new_beginning_from_here(case):
     for optimizer in (opt, fresh):
         case.train(problem, optimizer, optimizer.parameters(), problem.samples[4:])
     assert_same(everything(opt), everything(fresh))
-
-
-def in_memory(model, opt, new_model, new_opt, tmp_path):
-    new_model.load_state_dict(model.state_dict())
-    new_opt.load_state_dict(opt.state_dict())
-
-
-def in_inference_mode(*arguments):
-    with torch.inference_mode():
-        in_memory(*arguments)
-
-
-WAYS = {
-    "memory": in_memory,
-    "inference mode": in_inference_mode,
-    "torch.save": through_torch_save,
-    "dcp": through_dcp,
-    "flat dcp": through_flat_dcp,
-}
-dtypes = [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
-
-
-@every
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("dtype", dtypes, ids=str)
-def test_a_resumed_run_is_the_run(case, way, dtype, tmp_path):
-    # With a first parameter that is frozen, frozen later, and unfrozen; and a schedule.
-    problem = Network(samples=20)
-
-    def build(seed=0):
-        model = nn.ParameterList(Network(seed).parameters(dtype))  # a module: names for dcp
-        first, *rest = model
-        groups = [{"params": [first], "lr": 0.3}, {"params": rest}]
-        opt = case(groups, lr=0.5, weight_decay=0.01)
-        return model, opt, lr_scheduler.ExponentialLR(opt, 0.95)
-
-    def go_on(model, opt, schedule, samples):
-        for i, xi in samples:
-            model[0].requires_grad_(not 5 <= i < 10)
-            case.step(opt, problem.closure(opt, list(model), xi))
-            schedule.step()
-
-    samples = list(enumerate(problem.samples))
-    whole = build()
-    go_on(*whole, samples)
-    for cut in (3, 7, 10, 12):
-        model, opt, schedule = build()
-        go_on(model, opt, schedule, samples[:cut])
-        resumed = build(seed=9)
-        for net in (model, resumed[0]):
-            net[0].requires_grad_(not 5 <= cut < 10)
-        generation, before = resumed[1].generation, everything(opt)
-        WAYS[way](model, opt, *resumed[:2], tmp_path / str(cut))
-        assert resumed[1].generation > generation
-        resumed[2].load_state_dict(schedule.state_dict())
-        go_on(*resumed, samples[cut:])
-        assert_same(everything(resumed[1]), everything(whole[1]))
-        assert resumed[1].diagnostics() == whole[1].diagnostics()
-        assert_same(everything(opt), before)  # loading has not shared memory
 
 
 @every
@@ -143,7 +220,7 @@ def test_the_users_hooks_of_loading_see_all_and_have_the_last_word(case):
     twin.register_load_state_dict_pre_hook(doubled)
     twin.register_load_state_dict_post_hook(sevens)
     twin.load_state_dict(opt.state_dict())
-    assert [scalars["grad_evaluations"] for scalars in seen] == [opt.grad_evaluations]
+    assert seen == [opt.grad_evaluations]
     assert torch.equal(twin.state[others[0]][name], 2 * opt.state[params[0]][name])
     assert (twin.state[others[1]][name] == 7).all()
 

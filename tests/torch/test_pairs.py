@@ -3,12 +3,9 @@
 import copy
 from dataclasses import dataclass
 
-import numpy as np
 import pytest
 import torch
-from checkpoint_ways import through_dcp, through_torch_save
 from optimizers import (
-    CASES,
     PLAIN,
     OwnRule,
     assert_same,
@@ -20,11 +17,11 @@ from optimizers import (
     on,
     values,
 )  # fmt: skip
-from problems_for_tests import Network, backward
+from problems_for_tests import backward
 from torch import nn
 from torch.optim import lr_scheduler
 
-from stormplus import Storm, StormPlus, Untuned, minimize
+from stormplus import Storm, StormPlus, Untuned
 from stormplus.torch import PairedOptimizer, same_sample, scaled_step, verify_closure
 from stormplus.torch.kernels import plain
 
@@ -40,33 +37,6 @@ def given(opt, p, *rows):
 
 
 # -- a step --------------------------------------------------------------------------------------
-
-
-@every_paired
-def test_the_closure_is_called_once_then_twice(case):
-    problem, params, opt = made(case, samples=10)
-    counts = []
-    for xi in problem.samples:
-        calls = []
-        opt.step(problem.closure(opt, params, xi, calls))
-        counts.append(len(calls))
-    assert counts == [1] + [2] * 9
-    assert opt.diagnostics()["grad_evaluations"] == opt.grad_evaluations == 19
-
-
-@pytest.mark.parametrize("case", [c for c in CASES if isinstance(c.method, str)],
-                         ids=lambda case: case.name)  # fmt: skip
-def test_the_run_is_that_of_minimize(case):
-    problem, params, opt = made(case, samples=60, lr=0.3)
-    stream = iter(problem.samples)
-    result = minimize(
-        problem.gradient, problem.x0, lambda rng: next(stream), 60, method=case.method, lr=0.3
-    )
-    problem.run(opt, params)
-    for name in ("gain", "step_size", "sum_g_sq", "sum_d_sq_over_a"):
-        np.testing.assert_allclose(opt.diagnostics()[name], result[name], rtol=1e-10)
-    for p, block in zip(params, result.x):
-        np.testing.assert_allclose(p.detach().numpy(), block, rtol=1e-10, atol=1e-12)
 
 
 def test_a_missing_closure_shows_the_lines_to_write():
@@ -360,24 +330,6 @@ def test_an_evaluation_without_any_gradient_is_refused(missing, by):
         assert_same(values(params), start)
     problem.run(opt, params, problem.samples[4:6])
     assert opt.diagnostics()["step"] == (5 if 0 in missing else 6)
-
-
-@every_paired
-@pytest.mark.parametrize("way", [through_torch_save, through_dcp], ids=["torch.save", "dcp"])
-def test_a_checkpoint_between_the_halves(case, way, tmp_path):
-    problem = Network(samples=10)
-    nets = [nn.ParameterList(Network(seed).parameters(torch.bfloat16)) for seed in (0, 0, 9)]
-    whole, opt, resumed = (case(net, lr=0.5) for net in nets)
-    problem.run(whole, list(nets[0]))
-    problem.run(opt, list(nets[1]), problem.samples[:5])
-    backward(problem, opt, list(nets[1]), problem.samples[5])
-    opt.move()
-    way(nets[1], opt, nets[2], resumed, tmp_path)
-    assert resumed.pending
-    backward(problem, resumed, list(nets[2]), problem.samples[5])
-    resumed.estimate()
-    problem.run(resumed, list(nets[2]), problem.samples[6:])
-    assert_same(everything(resumed), everything(whole))
 
 
 # -- numbers that are not finite -----------------------------------------------------------------

@@ -7,7 +7,6 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from checkpoint_ways import through_dcp, through_torch_save
 from optimizers import UNTUNED, assert_same, everything, made, noise, per_tensor, values
 from problems_for_tests import Network
 from torch import nn
@@ -180,18 +179,6 @@ def test_the_scale_of_a_layer_is_its_start_or_one_over_the_root_of_its_inputs():
     torch.testing.assert_close(
         per_tensor(opt, "ceiling"), torch.tensor([*shapes.values(), 2.0], dtype=F64)
     )
-
-
-def test_complex_tensors_with_bfloat16_state_are_pairs_of_reals():
-    ends = []
-    for form in (torch.view_as_complex, torch.clone):
-        params = [nn.Parameter(form(draw(4, 3, 2))), nn.Parameter(form(draw(5, 2, seed=1)))]
-        opt = Untuned(params, state_dtype=BF16)
-        rows = [[form(draw(4, 3, 2, seed=t)), form(draw(5, 2, seed=t))] for t in range(5)]
-        UNTUNED.descend(opt, params, rows)
-        reals = [torch.view_as_real(p) if p.is_complex() else p for p in values(params)]
-        ends.append((reals, opt.diagnostics()))
-    assert_same(*ends)
 
 
 # -- bounded, whatever the gradients are ---------------------------------------------------------
@@ -482,6 +469,15 @@ def test_eval_lends_the_average_and_train_brings_the_parameters_back_exactly(dty
     assert_same(everything(opt), everything(undisturbed))
 
 
+def test_a_step_without_any_gradient_changes_nothing():
+    problem, params, opt = made(UNTUNED)
+    problem.run(opt, params, problem.samples[:3])
+    opt.zero_grad()
+    before = everything(opt)
+    opt.step()
+    assert_same(everything(opt), before)
+
+
 def test_steps_at_the_average_are_refused():
     problem, params, opt = made(UNTUNED)
     problem.run(opt, params, problem.samples[:3])
@@ -561,40 +557,6 @@ def test_a_validation_in_inference_mode(steps, change):
         return values(net.parameters())
 
     assert_same(run(torch.inference_mode), run(torch.no_grad))
-
-
-def half_way(tmp_path):
-    """A whole run, one that is half way and at its average, and a fresh one with other weights."""
-    problem = Network(samples=12)
-    nets = [nn.ParameterList(Network(seed).parameters(BF16)) for seed in (0, 0, 9)]
-    whole, opt, resumed = (Untuned(net) for net in nets)
-    problem.run(whole, list(nets[0]))
-    problem.run(opt, list(nets[1]), problem.samples[:8])
-    opt.eval()
-    return problem, whole, (nets[1], opt, nets[2], resumed, tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("way", "lent"),  # whether the new optimizer is at an average too
-    [(through_torch_save, False), (through_torch_save, True), (through_dcp, True)],
-    ids=["torch.save", "torch.save, lent", "dcp, lent"],
-)
-def test_a_state_saved_at_the_average_goes_on(way, lent, tmp_path):
-    problem, whole, (net, opt, new_net, resumed, _) = half_way(tmp_path)
-    if lent:
-        resumed.eval()
-    way(net, opt, new_net, resumed, tmp_path)
-    assert resumed.at_average
-    assert_same(values(net), values(new_net))
-    resumed.train()
-    problem.run(resumed, list(new_net), problem.samples[8:])
-    assert_same(everything(resumed), everything(whole))
-
-
-def test_dcp_refuses_a_state_saved_at_the_average_unless_eval_was_called(tmp_path):
-    *_, runs = half_way(tmp_path)  # dcp loads only what is there already
-    with pytest.raises(ValueError, match=r"Call opt.eval\(\) before you load"):
-        through_dcp(*runs)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
