@@ -4,8 +4,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from ddp_jobs import place
-from small_models import Loop, Tanh, batches, bounded_loss, result
+from small_models import Loop, Tanh, batches, bounded_loss, place, result
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
