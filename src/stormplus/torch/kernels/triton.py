@@ -127,7 +127,7 @@ def _tables(**lists: Sequence[Any]) -> dict[str, Any]:
             tables[f"{name}_like"] = values[0]
             rows[f"{name}_table"] = [t.data_ptr() for t in values]
         else:
-            rows[name] = values
+            rows[name] = list(values)
     addresses = [row for name, row in rows.items() if name.endswith("_table")]
     rows["aligned"] = [all(p % 16 == 0 for p in pointers) for pointers in zip(*addresses)]
     numbers = _on_device(device, tuple(chain(*rows.values())), False)
