@@ -7,6 +7,7 @@ Triton comes with torch for CUDA, ROCm and XPU. The first pass imports it, not `
 """
 
 # ruff: noqa: PLR0917 (kernels take numbers and pointers, and no structures)
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -161,9 +162,7 @@ def _uploaded(device: torch.device, numbers: tuple[int, ...], split: bool) -> tu
     return host, host.to(device, non_blocking=True)
 
 
-# triton.language and two of its types, once Triton is imported.
-tl: Any = None
-tensor: TypeAlias = Any
+tl: Any = None  # triton.language, once Triton is imported
 constexpr: TypeAlias = Any
 _functions: list[Callable[..., Any]] = []
 
@@ -179,8 +178,8 @@ def _compiled() -> dict[str, Any]:
     """Import Triton, and return the functions for the device by name."""
     triton = import_module("triton")
     compiled = {function.__name__: triton.jit(function) for function in _functions}
-    types = {name: getattr(triton.language, name) for name in ("tensor", "constexpr")}
-    globals().update(compiled, tl=triton.language, **types)  # where Triton looks names up
+    # Where Triton looks names up.
+    globals().update(compiled, tl=triton.language, constexpr=triton.language.constexpr)
     return compiled
 
 
@@ -201,7 +200,7 @@ def _launch(kernel: Callable[..., Any], programs: int, **arguments: Any) -> None
 
 
 @_jit
-def _chunk(chunks: tensor, aligned: tensor, skip: tensor, BLOCK: constexpr) -> tensor:
+def _chunk(chunks, aligned, skip, BLOCK: constexpr):
     """Return a program's tensor, and where to start, to use masks, and to stop in it."""
     row = chunks + 3 * tl.program_id(0)
     i, start, stop = tl.load(row), tl.multiple_of(tl.load(row + 1), 16), tl.load(row + 2)
@@ -211,7 +210,7 @@ def _chunk(chunks: tensor, aligned: tensor, skip: tensor, BLOCK: constexpr) -> t
 
 
 @_jit
-def _pointer(entry: tensor, like: tensor, PARTIAL: constexpr) -> tensor:
+def _pointer(entry, like, PARTIAL: constexpr):
     """Return an entry of a table of addresses as a pointer of the same type as `like`."""
     pointer = tl.load(entry).to(like.dtype)
     if not PARTIAL:
@@ -220,14 +219,14 @@ def _pointer(entry: tensor, like: tensor, PARTIAL: constexpr) -> tensor:
 
 
 @_jit
-def _to_bfloat16(v: tensor, addend: tensor) -> tensor:
+def _to_bfloat16(v, addend):
     """Truncate v after adding to its bits. NaN, which could overflow, stays."""
     bits = (v.to(tl.uint32, bitcast=True) + addend) & 0xFFFF0000
     return tl.where(tl.abs(v) <= float("inf"), bits.to(tl.float32, bitcast=True), v).to(tl.bfloat16)
 
 
 @_jit
-def _round(v: tensor, dtype: constexpr) -> tensor:
+def _round(v, dtype: constexpr):
     """Round to nearest, ties to even; by bits, as Triton's interpreter truncates to bfloat16."""
     if dtype == tl.bfloat16:
         v = _to_bfloat16(v, 0x7FFF + ((v.to(tl.uint32, bitcast=True) >> 16) & 1))
@@ -235,7 +234,7 @@ def _round(v: tensor, dtype: constexpr) -> tensor:
 
 
 @_jit
-def _mix_bits(n: tensor) -> tensor:
+def _mix_bits(n):
     """See plain.py."""
     n = (n ^ (n >> 16)) * 0x21F0AAAD
     n = (n ^ (n >> 15)) * 0x735A2D97
@@ -243,7 +242,7 @@ def _mix_bits(n: tensor) -> tensor:
 
 
 @_jit
-def _load_y(x: tensor, master: tensor, at: tensor, mask: tensor, HAS_MASTER: constexpr) -> tensor:
+def _load_y(x, master, at, mask, HAS_MASTER: constexpr):
     """Return x or, where it still rounds to a finite x, the master."""
     y = tl.load(x + at, mask).to(tl.float32)
     if HAS_MASTER:
@@ -254,7 +253,7 @@ def _load_y(x: tensor, master: tensor, at: tensor, mask: tensor, HAS_MASTER: con
 
 
 @_jit
-def _rms_and_ratio(g: tensor, s: tensor, w: tensor, one_minus_w: tensor) -> tensor:
+def _rms_and_ratio(g, s, w, one_minus_w):
     """Return the new s, sqrt((1 - w) s^2 + w g^2), and u = g / s."""
     # float32 has no squares of 1e-20 and 1e20: bring both near 1 by a power of two, which is exact.
     larger = tl.maximum(g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, s.to(tl.uint32, bitcast=True))
@@ -267,16 +266,13 @@ def _rms_and_ratio(g: tensor, s: tensor, w: tensor, one_minus_w: tensor) -> tens
 
 
 @_jit
-def _add_squares(total: tensor, v: tensor, valid: tensor) -> tensor:
+def _add_squares(total, v, valid):
     wide = tl.where(valid, v, 0.0).to(total.dtype)
     return tl.fma(wide, wide, total)
 
 
 @_jit
-def nonfinite_kernel(
-    g_table: tensor, aligned: tensor, chunks: tensor, found: tensor, g_like: tensor,
-    BLOCK: constexpr,
-) -> None:  # fmt: skip
+def nonfinite_kernel(g_table, aligned, chunks, found, g_like, BLOCK: constexpr):
     """Set `found` if a chunk has a NaN or an infinity."""
     i, start, middle, stop = _chunk(chunks, aligned, None, BLOCK)
     nonfinite = tl.zeros((BLOCK,), tl.int32)
@@ -291,10 +287,9 @@ def nonfinite_kernel(
 
 @_jit
 def move_kernel(
-    x_table: tensor, g_table: tensor, d_table: tensor, aligned: tensor, chunks: tensor,
-    alpha: tensor, sign: tensor, l2: tensor, skip: tensor, x_like: tensor, g_like: tensor,
-    d_like: tensor, BLOCK: constexpr,
-) -> None:  # fmt: skip
+    x_table, g_table, d_table, aligned, chunks, alpha, sign, l2, skip, x_like, g_like, d_like,
+    BLOCK: constexpr,
+):  # fmt: skip
     """Do `move` on a chunk."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
     step = tl.load(alpha).to(tl.float32)
@@ -315,11 +310,9 @@ def move_kernel(
 
 @_jit
 def estimate_kernel(
-    x_table: tensor, g_table: tensor, d_table: tensor, aligned: tensor, chunks: tensor,
-    keep: tensor, sign: tensor, l2: tensor, skip: tensor, g_sq: tensor, d_sq: tensor,
-    x_like: tensor, g_like: tensor, d_like: tensor, FIRST: constexpr, FINITE_ONLY: constexpr,
-    BLOCK: constexpr,
-) -> None:  # fmt: skip
+    x_table, g_table, d_table, aligned, chunks, keep, sign, l2, skip, g_sq, d_sq, x_like,
+    g_like, d_like, FIRST: constexpr, FINITE_ONLY: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """Do `estimate` on a chunk; `keep` is 1 - a."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
     one_minus_a = tl.load(keep).to(tl.float32)
@@ -347,12 +340,10 @@ def estimate_kernel(
 
 @_jit
 def untuned_kernel(
-    x_table: tensor, g_table: tensor, e_table: tensor, s_table: tensor, master_table: tensor,
-    aligned: tensor, offsets: tensor, chunks: tensor, step_size: tensor, max_move: tensor,
-    decay: tensor, grad_weight: tensor, average_weight: tensor, grad_factor: tensor, step: tensor,
-    skip: tensor, chunk_u_sq: tensor, x_like: tensor, g_like: tensor, e_like: tensor,
-    s_like: tensor, master_like: tensor, HAS_MASTER: constexpr, B: constexpr, BLOCK: constexpr,
-) -> None:  # fmt: skip
+    x_table, g_table, e_table, s_table, master_table, aligned, offsets, chunks, step_size,
+    max_move, decay, grad_weight, average_weight, grad_factor, step, skip, chunk_u_sq, x_like,
+    g_like, e_like, s_like, master_like, HAS_MASTER: constexpr, B: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """Do `untuned_step` on a chunk, except for (z - z_1)^2."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
     alpha, limit = tl.load(step_size + i).to(tl.float32), tl.load(max_move + i).to(tl.float32)
@@ -396,11 +387,10 @@ def untuned_kernel(
 
 @_jit
 def measure_kernel(
-    x_table: tensor, e_table: tensor, master_table: tensor, z_1_table: tensor, sizes: tensor,
-    strides: tensor, offsets: tensor, channels: tensor, pixels: tensor, first_chunks: tensor,
-    chunk_u_sq: tensor, u_sq: tensor, moved_sq: tensor, x_like: tensor, e_like: tensor,
-    master_like: tensor, z_1_like: tensor, HAS_MASTER: constexpr, B: constexpr, BLOCK: constexpr,
-) -> None:  # fmt: skip
+    x_table, e_table, master_table, z_1_table, sizes, strides, offsets, channels, pixels,
+    first_chunks, chunk_u_sq, u_sq, moved_sq, x_like, e_like, master_like, z_1_like, HAS_MASTER:
+    constexpr, B: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """Sum u^2 over the chunks of a tensor, and (z - z_1)^2 over its sample."""
     i = tl.program_id(0)
     sums = tl.zeros((BLOCK,), u_sq.dtype.element_ty)
