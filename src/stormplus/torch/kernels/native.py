@@ -76,28 +76,16 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
-    _run("move", group, alpha=alpha, sign=group.objective.sign, l2=group.objective.l2)
+    _run("move", group, alpha=alpha, **group.objective._asdict())
     _increment_version(group.params)  # autograd has not seen the writes
 
 
 def estimate(
-    group: TensorGroup,
-    one_minus_a: Number,
-    *,
-    first: bool,
-    finite_only: bool,
-    skip: Tensor | None = None,
+    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py."""
-    sums = _run(
-        "estimate",
-        group,
-        one_minus_a=one_minus_a,
-        sign=group.objective.sign,
-        l2=group.objective.l2,
-        first=first,
-        finite_only=finite_only,
-    )
+    by = group.objective._asdict() | {"first": first, "finite_only": finite_only}
+    sums = _run("estimate", group, one_minus_a=one_minus_a, **by)
     return sum(sums[::2]), sum(sums[1::2])
 
 
