@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -81,7 +82,7 @@ def test_a_pass_does_not_depend_on_the_number_of_threads(run, count):
 
 
 def test_no_memory_is_an_error(monkeypatch):
-    monkeypatch.setattr(native, "_function", lambda *which: lambda *arguments: -1)
+    monkeypatch.setattr(native, "LIBRARY", SimpleNamespace(stormplus_move=lambda by: -1))
     with pytest.raises(MemoryError):
         native.move(group_of(native, Kind().pair()), 0.1)
 
