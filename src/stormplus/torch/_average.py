@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from stormplus import untuned_rule as rule
 from stormplus.torch._base import BaseOptimizer, outside_inference_mode
-from stormplus.torch._checkpoint import BufferSpec, scalars_of
-from stormplus.torch._constants import TensorConstants
+from stormplus.torch._checkpoint import scalars_of
 from stormplus.torch._sharding import is_dtensor, local, reshard
 from stormplus.torch._tensors import State, TensorGroup, parameter_name, user_stacklevel
 from stormplus.torch.kernels import plain
@@ -22,44 +18,8 @@ from stormplus.untuned_rule import INTERPOLATION
 class AveragedOptimizer(BaseOptimizer):
     """Parameters y between a fast iterate z and its average x, of which `z_minus_x` is stored."""
 
-    _temporary: ClassVar[dict[str, BufferSpec]] = {"iterate": BufferSpec(wide=False)}
     _compared = 0  # the generation whose parameters were compared with the state
     _left_by_eval: tuple[int, dict[int, int]] = (-1, {})  # the generation, and versions by id
-
-    _constants_key: Any = None
-    _given: Any = None  # the options of the last step
-
-    def _constants(self) -> TensorConstants:
-        trainable = [info.p.requires_grad for info in self._infos]
-        key = self._per_tensor, self._per_tensor.on_host, trainable
-        if key != self._constants_key:
-            self._constants_kept = TensorConstants(self._infos, self._per_tensor)
-            self._constants_key, self._given = key, None  # the options are per tensor too
-        return self._constants_kept
-
-    def _start(self, groups: list[TensorGroup]) -> None:
-        """Let tensors that get their first gradient start from where they are."""
-        table, tensors, parts = self._per_tensor, self._constants(), []
-        for group in groups:
-            squares = torch.stack([plain.square_norm(x) for x in group.params])
-            parts.append((group.process_groups, table.spread((squares,), group.columns)))
-        rms = (self._total(parts, (1, len(self._infos)))[0] / tensors.size) ** 0.5
-        xp = np if table.on_host else torch
-        ceiling = rule.distance_ceiling(rms, tensors.natural_scale, xp)
-        columns = [column for group in groups for column in group.columns]
-        if table.on_host and not np.isfinite(ceiling[columns]).all():
-            bad = next(column for column in columns if not np.isfinite(ceiling[column]))
-            name = parameter_name(self.param_groups, self._infos[bad].p)
-            self._fail(f"{name} is not finite; nothing has moved")
-        for group in groups:
-            for x, z_1, sample in zip(group.params, group.initial_sample, group.samples):
-                sample.store(x, z_1, group.process_groups)
-            for x, master in zip(group.params, group.masters):
-                master.copy_(x)
-        begun = {"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}
-        table.write(begun, table.mask(columns))
-        for column in columns:
-            self._infos[column].state["started"] = 1
 
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
