@@ -17,6 +17,7 @@ from stormplus.torch import _checkpoint
 from stormplus.torch._checks import check_options, check_whole, reject_gradient
 from stormplus.torch._sharding import (
     ProcessGroups,
+    Sample,
     local,
     local_gradient,
     mesh_groups,
@@ -26,7 +27,6 @@ from stormplus.torch._sharding import (
 from stormplus.torch._tensors import (
     BufferKind,
     ParamInfo,
-    Participant,
     ScalarTable,
     State,
     TensorGroup,
@@ -159,7 +159,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     def _count_skip(self, skip: Tensor) -> None:
         """Count a step on a device if the flag is set, and let the host know one step late."""
-        count = self._scalars["skipped"].add_(skip)
+        count = self._shared.rows["skipped"][0].add_(skip)
         # A device without events, as XLA, would be waited for.
         module = getattr(torch, count.device.type, None)
         if torch.compiler.is_compiling() or not hasattr(module, "Event"):
@@ -250,8 +250,10 @@ class BaseOptimizer(Optimizer, ABC):
         ):
             self._scalars = found
             self._adopt_parameters()
-        on_host = self._shared.has_values and not compiling
-        self._shared.on_host = self._per_tensor.on_host = on_host
+        for table in (self._shared, self._per_tensor):
+            moved = table.on_host and table.tensor.data_ptr() != table.address  # share_memory_()
+            if moved or table.on_host != (table.has_values and not compiling):
+                table.bind()
 
     @outside_inference_mode()
     def _follow_parameters(self) -> None:
@@ -282,44 +284,53 @@ class BaseOptimizer(Optimizer, ABC):
         info.state["started"], info.key = 0, None
         self._per_tensor.reset_column(info.column)
 
-    def _participants(self, *, missing_is_zero: bool) -> list[Participant]:
-        """Return the parameters that take part in a pass.
+    def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
+        """Sort the parameters that take part in a pass into groups, without their buffers.
 
         A parameter waits for its first gradient; one that was frozen loses its buffers. If
         `missing_is_zero`, one that has started takes part without a gradient too.
         """
         self._refresh()
-        found, traced = [], self._traced
+        groups: dict[Any, TensorGroup] = {}
+        traced = self._traced
         for info in self._infos:
             p, g, state = info.p, info.p.grad, info.state
+            started = state["started"]
             if not p.requires_grad:
-                if state["started"]:
+                if started:
                     self._release(info)
                 continue
             if g is None:
-                if not (missing_is_zero and state["started"]):
+                if not (missing_is_zero and started):
                     continue
                 g = torch.zeros_like(p)
             if g.layout != torch.strided:
                 reject_gradient(self.param_groups, p, g)
             # Compared, because choosing a backend takes a third of a step of 8 small tensors.
-            foreach = info.options.get("foreach")
-            layouts = p.device, p.dtype, p.shape, p.stride(), g.dtype, g.shape, g.stride()
-            key = layouts, foreach, traced
+            key = p.device, p.dtype, p.shape, p.stride(), g.dtype, g.stride(), traced
             if key != info.key:
-                self._prepare(info, g, foreach)
+                self._prepare(info, g)
                 info.key = key
             if info.kernels is None:
                 continue  # it has no elements
             if traced or g.is_neg():  # cheaper than the call below; it cannot be traced
                 g = g.resolve_neg()
-            x = p
-            if not info.plain:
+            if info.plain:
+                x = p
+            else:
                 x, g, state = local(p), local_gradient(p, g), self._local_buffers(info)
-            found.append((info, info.kernels, x, g, state))
-        return found
+            group = groups.get((info.group_key, started))
+            if group is None:
+                group = TensorGroup(info.options, info.kernels, x.device, info.process_groups)
+                group.first = not started
+                groups[info.group_key, started] = group
+            group.columns.append(info.column)
+            group.params.append(x)
+            group.grads.append(g)
+            group.states.append(state)
+        return list(groups.values())
 
-    def _prepare(self, info: ParamInfo, g: Tensor, foreach: bool | None) -> None:
+    def _prepare(self, info: ParamInfo, g: Tensor) -> None:
         """Place a parameter's buffers if it has changed, and choose its backend."""
         p = info.p
         if g.shape != p.shape:
@@ -333,8 +344,11 @@ class BaseOptimizer(Optimizer, ABC):
             info.kernels = plain  # the flag to skip is on another device
         else:
             alike = [t for t in self._local_buffers(info).values() if t.shape == x.shape]
-            info.kernels = choose_kernels([x, g, *alike], foreach)
-        key = info.kernels.__name__, x.device, x.dtype, info.process_groups
+            info.kernels = choose_kernels([x, g, *alike], info.options.get("foreach"))
+        options = id(info.options)
+        if self._tensor_numbers:  # then the options are per tensor too, and groups share a pass
+            options, info.sample = 0, info.sample or Sample(p)
+        key = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
         info.group_key = self._group_keys.setdefault(key, len(self._group_keys))
 
     def _local_buffers(self, info: ParamInfo) -> dict[str, Tensor]:

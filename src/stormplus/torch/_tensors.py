@@ -51,7 +51,7 @@ class Objective(NamedTuple):
 
 _MINIMIZE = Objective(sign=1.0, l2=0.0)
 _LISTS = (
-    *("columns", "params", "grads", "estimators"),
+    *("columns", "params", "grads", "states", "estimators"),
     *("z_minus_x", "grad_rms", "initial_sample", "masters", "samples"),
 )
 
@@ -71,6 +71,7 @@ class TensorGroup:
     columns: list[int] = field(default_factory=list)  # their places among all parameters
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)  # local buffers by name
     # PairedOptimizer
     objective: Objective = _MINIMIZE
     estimators: list[Tensor] = field(default_factory=list)
@@ -129,11 +130,7 @@ class ParamInfo:
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
     plain: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-    sample: Sample | None = None
-
-
-# A parameter that takes part in a pass, its backend, its local part and gradient, and its buffers.
-Participant: TypeAlias = tuple[ParamInfo, ModuleType, Tensor, Tensor, State]
+    sample: Any = None  # a `Sample`, if the optimizer has numbers per tensor
 
 
 class ScalarTable:
@@ -150,7 +147,8 @@ class ScalarTable:
 
     Attributes:
         tensor: The table.
-        on_host: Whether numbers can be read without waiting for a device; decided in every pass.
+        on_host: Whether numbers can be read without waiting for a device.
+        rows: By name: NumPy views on the CPU, tensors elsewhere.
     """
 
     def __init__(
@@ -163,20 +161,23 @@ class ScalarTable:
         self._selections: dict[Any, Any] = {}
         # A FakeTensor on the CPU has no values.
         self.has_values = device.type == "cpu" and type(self.tensor) is Tensor
-        self.on_host = self.has_values and not torch.compiler.is_compiling()
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
                 if name in owner:
                     number.copy_(owner[name])
                 owner[name] = number
+        self.bind()
 
-    def rows(self) -> dict[str, Numbers]:
-        """Return the rows by name: NumPy views on the CPU, tensors elsewhere."""
-        return dict(zip(self.names, self.tensor.numpy() if self.on_host else self.tensor.unbind()))
+    def bind(self) -> None:
+        """Decide where the arithmetic is done."""
+        self.on_host = self.has_values and not torch.compiler.is_compiling()
+        self.address = self.tensor.data_ptr() if self.on_host else 0
+        rows = self.tensor.numpy() if self.on_host else self.tensor.unbind()
+        self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
 
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""
-        rows = self.rows()
+        rows = self.rows
         if not self.on_host:
             new = [values.get(k, row).to(row.dtype).expand_as(row) for k, row in rows.items()]
             table = torch.stack(new)

@@ -226,24 +226,16 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         Beyond the paper: a parameter whose first gradient comes later than that of others takes
         d = g then. From then on a missing gradient is a gradient of zero.
         """
-        groups: dict[Any, TensorGroup] = {}
-        for info, kernels, x, g, state in self._participants(missing_is_zero=True):
-            first = not info.state["started"]
-            key = id(info.options), info.group_key, first
-            group = groups.get(key)
-            if group is None:
-                group = TensorGroup(info.options, kernels, x.device, info.process_groups, first)
-                group.objective, groups[key] = _objective(info.options), group
-            group.columns.append(info.column)
-            group.params.append(x)
-            group.grads.append(g)
-            group.estimators.append(state["estimator"])
+        groups = self._collect(missing_is_zero=True)
+        for group in groups:
+            group.objective = _objective(group.options)
+            group.estimators = [state["estimator"] for state in group.states]
         if not any(info.p.grad is not None for info in self._infos if info.p.requires_grad):
             self._notify("failed")
             raise RuntimeError(
                 "no parameter has a gradient: the closure must call loss.backward() every time"
             )
-        return list(groups.values())
+        return groups
 
     def _numbers(self) -> State:
         """Return the numbers of the run by name: floats on the CPU, tensors elsewhere."""

@@ -22,7 +22,6 @@ from stormplus import untuned_rule as rule
 from stormplus.rules import Sum
 from stormplus.torch._average import AveragedOptimizer
 from stormplus.torch._checks import NO_LR, without_lr
-from stormplus.torch._sharding import Sample
 from stormplus.torch._tensors import (
     BufferKind,
     Numbers,
@@ -155,26 +154,14 @@ class Untuned(AveragedOptimizer):
 
     def _tensor_groups(self) -> list[TensorGroup]:
         """Sort the parameters that have a gradient by backend, device, dtype and shards."""
-        groups: dict[Any, TensorGroup] = {}
-        for info, kernels, x, g, state in self._participants(missing_is_zero=False):
-            first = not info.state["started"]
-            key = info.group_key, first
-            group = groups.get(key)
-            if group is None:
-                group = TensorGroup(info.options, kernels, x.device, info.process_groups, first)
-                groups[key] = group
-            if info.sample is None:
-                info.sample = Sample(info.p)
-            group.columns.append(info.column)
-            group.params.append(x)
-            group.grads.append(g)
-            group.z_minus_x.append(state["z_minus_x"])
-            group.grad_rms.append(state["grad_rms"])
-            group.initial_sample.append(state["initial_sample"])
-            group.samples.append(info.sample)
-            if "master" in state:
-                group.masters.append(state["master"])
-        return list(groups.values())
+        groups = self._collect(missing_is_zero=False)
+        for group in groups:
+            group.z_minus_x = [state["z_minus_x"] for state in group.states]
+            group.grad_rms = [state["grad_rms"] for state in group.states]
+            group.initial_sample = [state["initial_sample"] for state in group.states]
+            group.masters = [state["master"] for state in group.states if "master" in state]
+            group.samples = [self._infos[column].sample for column in group.columns]
+        return groups
 
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
@@ -187,8 +174,11 @@ class Untuned(AveragedOptimizer):
             self._start(first)
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
-        options, rows, xp = self._options(), table.rows(), np if on_host else torch
-        _, present = table.select([column for group in groups for column in group.columns])
+        options, rows, xp = self._options(), table.rows, np if on_host else torch
+        columns = groups[0].columns
+        if len(groups) > 1:
+            columns = [column for group in groups for column in group.columns]
+        _, present = table.select(columns)
         scalars = rule.UntunedScalars(
             step=rows["step"],
             step_size=rows["step_size"],
@@ -201,7 +191,7 @@ class Untuned(AveragedOptimizer):
         # Numbers that are not finite are found by `_find_lost`, here or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
-            alpha, t, decay = options.lr * eta, scalars.step + 1, options.weight_decay
+            alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
             skip = self._find_lost(rows["displacement"] + eta, present, skip)
             if self._decays:
                 natural_scale = rows["natural_scale"]
@@ -230,12 +220,13 @@ class Untuned(AveragedOptimizer):
             )
         written = new._asdict() | {"displacement": displacement}
         written["effective_steps"], written["effective_steps_lost"] = new.effective_steps
+        evaluations = self._shared.rows["grad_evaluations"]
         if skip is None:
             table.write(written, present)
-            self._scalars["grad_evaluations"].add_(1)
+            evaluations += 1
         else:
             table.write(written, ~skip if present is None else present & ~skip)
-            self._scalars["grad_evaluations"].add_(~skip)
+            evaluations += ~skip
             overflow = vars(self).get("found_inf")  # is not reported
             if overflow is not None:
                 skip = skip & (overflow.to(skip.device, non_blocking=True).reshape(()) == 0)
@@ -256,7 +247,9 @@ class Untuned(AveragedOptimizer):
             for i, sample in enumerate(group.samples):
                 if not sample.stride:  # the kernels measure ranges of rows only
                     sums[1][i] = plain.squared_displacement(group, i)
-            parts.append((group.process_groups, table.spread(sums, group.columns)))
+            if mask is not None or not table.on_host:
+                sums = table.spread(sums, group.columns)
+            parts.append((group.process_groups, sums))
         return self._total(parts)
 
     def _start(self, groups: list[TensorGroup]) -> None:
@@ -267,7 +260,7 @@ class Untuned(AveragedOptimizer):
         constants = np.array([_constants(info.p) for info in infos]).T
         names = ("size", "sample_count", "natural_scale")
         table.write(dict(zip(names, table.spread(constants, columns))), mask)
-        rows, parts = table.rows(), []
+        rows, parts = table.rows, []
         for group in groups:
             squares = torch.stack([plain.square_norm(x) for x in group.params])
             parts.append((group.process_groups, table.spread((squares,), group.columns)))
@@ -324,14 +317,11 @@ class Untuned(AveragedOptimizer):
     def _options(self) -> _Options:
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._per_tensor, self._infos
-        by_group = {}
-        for group in self.param_groups:
-            lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
-            sign = -1.0 if group["maximize"] else 1.0
-            by_group[id(group)] = lr, float(group["factor"]), float(group["weight_decay"]), sign
-        key = table, table.on_host, by_group, [info.p.requires_grad for info in infos]
+        given = [_group_options(group) for group in self.param_groups]
+        key = table, table.on_host, given, [info.p.requires_grad for info in infos]
         if key != self._options_key:
-            self._check_lr([options[0] for options in by_group.values()])
+            self._check_lr([options[0] for options in given])
+            by_group = {id(group): options for group, options in zip(self.param_groups, given)}
             lr, factor, decay, sign = np.array([by_group[id(info.options)] for info in infos]).T
             trainable = np.array(key[-1])
             axes = [(info.p.ndim + info.p.is_complex()) * bool(info.p.numel()) for info in infos]
@@ -406,6 +396,12 @@ def _constants(p: Tensor) -> tuple[float, float, float]:
 def _sample_count(p: Tensor) -> int:
     size = p.numel() * (2 if p.is_complex() else 1)
     return -(-size // rule.sample_stride(size))
+
+
+def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Return lr (1 if it is on a device), factor, weight decay and sign."""
+    lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
+    return lr, float(group["factor"]), float(group["weight_decay"]), 1.0 - 2.0 * group["maximize"]
 
 
 def _on_device(lr: Any) -> bool:
