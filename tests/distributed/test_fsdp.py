@@ -1,5 +1,7 @@
 """FSDP2 and tensor parallelism: norms are global, the run is that of one process."""
 
+from types import SimpleNamespace
+
 import fsdp_jobs
 import pytest
 import torch
@@ -218,10 +220,12 @@ def test_one_all_reduce_for_each_process_group(monkeypatch):
 
     def all_reduce(tensor, group):
         asked.append(group)
-        tensor *= {"data": 2, "tensor": 3}[group]
+        tensor *= group.size()
 
     monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
-    keys = [("data", "tensor"), (), ("data",), ("tensor",)]
-    shares = {key: torch.tensor([10.0**i, float(i == 0)]) for i, key in enumerate(keys)}
-    assert sum_over_processes(shares).tolist() == [1 * 6 + 10 * 1 + 100 * 2 + 1000 * 3, 6]
-    assert asked == ["data", "tensor"]
+    data, tensor = SimpleNamespace(size=lambda: 2), SimpleNamespace(size=lambda: 3)
+    sharded = [(data, tensor), (), (data,), (tensor,)]
+    parts = [(own, torch.tensor(10.0**i, dtype=torch.float64)) for i, own in enumerate(sharded)]
+    total = sum_over_processes(parts, [data, tensor])
+    assert float(total) == pytest.approx(1 * 6 + 10 * 1 + 100 * 2 + 1000 * 3)
+    assert asked == [data, tensor]

@@ -106,7 +106,7 @@ class BufferKind(NamedTuple):
         if buffer is None and self.shape is None:
             return torch.zeros_like(p, dtype=self.dtype, requires_grad=False)
         if buffer is None:
-            return torch.zeros(self.shape, dtype=self.dtype, device=p.device)
+            return torch.zeros(self.shape_for(p), dtype=self.dtype, device=p.device)
         if tuple(buffer.shape) != self.shape_for(p):
             raise ValueError(
                 f"a parameter has the shape {tuple(p.shape)}, and a state of the shape "
@@ -211,7 +211,7 @@ class ScalarTable:
         index, mask = self._selections[key]
         return index, mask
 
-    def spread(self, numbers: Sequence[Numbers], columns: Sequence[int]) -> Numbers:
+    def spread(self, numbers: Any, columns: Sequence[int]) -> Numbers:
         """Return full rows, with numbers in some columns and zeros in the others."""
         index, mask = self.select(columns)
         shape = len(numbers), self.tensor.shape[1]

@@ -365,7 +365,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     def _initial_scalars(self) -> State:
         # The distributed checkpoint loads only what exists already, so the random streams of a
         # pending sample have their place from the start.
-        rng = torch.zeros(self.random_streams().size, dtype=torch.uint8, device="cpu")
+        rng = torch.zeros_like(self.random_streams().pack())
         return {"phase": START, "rng": rng}
 
 

@@ -323,9 +323,8 @@ class Untuned(AveragedOptimizer):
             self._check_lr([options[0] for options in given])
             by_group = {id(group): options for group, options in zip(self.param_groups, given)}
             lr, factor, decay, sign = np.array([by_group[id(info.options)] for info in infos]).T
-            trainable = np.array(key[-1])
-            axes = [(info.p.ndim + info.p.is_complex()) * bool(info.p.numel()) for info in infos]
-            eligible = trainable & rule.eligible_tensors((axes * trainable).tolist())
+            axes = [_axes(info.p) for info in infos]
+            eligible = np.array(key[-1]) & rule.eligible_tensors(axes)
             arrays = (lr * factor, decay.copy(), sign.copy(), eligible)
             self._option_rows = _Options(*map(table.array, arrays))
             self._options_key, self._decays = key, bool(decay.any())
@@ -396,6 +395,11 @@ def _constants(p: Tensor) -> tuple[float, float, float]:
 def _sample_count(p: Tensor) -> int:
     size = p.numel() * (2 if p.is_complex() else 1)
     return -(-size // rule.sample_stride(size))
+
+
+def _axes(p: Tensor) -> int:
+    """Return how many axes a tensor has, in reals; 0 for an empty or frozen one."""
+    return p.ndim + p.is_complex() if p.numel() and p.requires_grad else 0
 
 
 def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
