@@ -25,8 +25,9 @@ class UniformIterate:
     """
 
     def __init__(self, module_or_params: nn.Module | Iterable[Tensor], seed: int = 0) -> None:
-        is_module = isinstance(module_or_params, nn.Module)
-        self._source = module_or_params if is_module else list(module_or_params)
+        self._source = module_or_params
+        if not isinstance(module_or_params, nn.Module):
+            self._source = list(module_or_params)
         self._kept = self._point()
         if not self._kept:
             raise ValueError("UniformIterate got no parameters")
