@@ -22,15 +22,7 @@ from stormplus import untuned_rule as rule
 from stormplus.rules import Sum
 from stormplus.torch._average import AveragedOptimizer
 from stormplus.torch._checks import NO_LR, without_lr
-from stormplus.torch._tensors import (
-    BufferKind,
-    Numbers,
-    State,
-    TensorGroup,
-    parameter_name,
-    user_stacklevel,
-    wide_dtype,
-)
+from stormplus.torch._tensors import Numbers, State, TensorGroup, parameter_name, user_stacklevel
 from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
@@ -62,18 +54,14 @@ class Untuned(AveragedOptimizer):
     larger. No step is larger than the first, R / 60, unless the steps so far agree in every matrix
     of the model, and none moves a coordinate by more than r. See docs/untuned-rule.md.
 
-    It is a plain torch optimizer: `loss.backward(); opt.step()`, with a closure or without, in any
-    trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into the
+    Call `opt.eval()` before you validate or save a model: it puts the average x into the
     parameters; `opt.train()` puts the iterate back. If the model has BatchNorm, call
     `recalibrate(model, batches)` after `eval()`. There is no `lr`: the groups have one, 1.0, so
     that a scheduler has something to multiply, and a `factor`, to slow some layers down.
 
-    Memory: two buffers of the parameters' size, as Adam; in half precision a third, in float32.
-
-    On the CPU a gradient that is not finite raises `FloatingPointError` at once. On a device the
-    step is skipped there, without waiting for it, and the error comes a step late. Pass hooks
-    (`register_pass_hook`) are called with "before_step" and "after_step", and with "failed" when
-    nothing has moved because a gradient is not finite.
+    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
+    which skips the step without waiting, one step late. Pass hooks (`register_pass_hook`) get
+    "before_step", "after_step" and "failed" (nothing has moved).
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
@@ -175,10 +163,7 @@ class Untuned(AveragedOptimizer):
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
         options, rows, xp = self._options(), table.rows, np if on_host else torch
-        columns = groups[0].columns
-        if len(groups) > 1:
-            columns = [column for group in groups for column in group.columns]
-        _, present = table.select(columns)
+        _, present = table.select([column for group in groups for column in group.columns])
         scalars = rule.UntunedScalars(
             step=rows["step"],
             step_size=rows["step_size"],
@@ -251,34 +236,6 @@ class Untuned(AveragedOptimizer):
                 sums = table.spread(sums, group.columns)
             parts.append((group.process_groups, sums))
         return self._total(parts)
-
-    def _start(self, groups: list[TensorGroup]) -> None:
-        """Let tensors that get their first gradient start from where they are."""
-        table, xp = self._per_tensor, np if self._per_tensor.on_host else torch
-        columns = sorted(column for group in groups for column in group.columns)
-        infos, (_, mask) = [self._infos[column] for column in columns], table.select(columns)
-        constants = np.array([_constants(info.p) for info in infos]).T
-        names = ("size", "sample_count", "natural_scale")
-        table.write(dict(zip(names, table.spread(constants, columns))), mask)
-        rows, parts = table.rows, []
-        for group in groups:
-            squares = torch.stack([plain.square_norm(x) for x in group.params])
-            parts.append((group.process_groups, table.spread((squares,), group.columns)))
-        rms = (self._total(parts)[0] / rows["size"]) ** 0.5
-        ceiling = rule.distance_ceiling(rms, rows["natural_scale"], xp)
-        if table.on_host:
-            for info in infos:
-                if not math.isfinite(ceiling[info.column]):
-                    name = parameter_name(self.param_groups, info.p)
-                    self._fail(f"{name} is not finite; nothing has moved")
-        for group in groups:
-            for x, z_1, sample in zip(group.params, group.initial_sample, group.samples):
-                sample.store(x, z_1, group.process_groups)
-            for x, master in zip(group.params, group.masters):
-                master.copy_(x)
-        table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
-        for info in infos:
-            info.state["started"] = 1
 
     def _skip_flag(self, groups: list[TensorGroup]) -> tuple[Tensor | None, Any]:
         """Return whether to skip the step (None: no), and the factor by which gradients are scaled.
@@ -355,15 +312,6 @@ class Untuned(AveragedOptimizer):
 
     # -- what the base class needs -----------------------------------------------------------------
 
-    def _buffers(self, p: Tensor) -> dict[str, BufferKind]:
-        wide = wide_dtype(p.dtype)
-        # bfloat16 has no complex numbers: pairs of reals.
-        pairs = (*p.shape, 2) if self._state_dtype and p.is_complex() else None
-        stored = BufferKind(self._state_dtype or wide, pairs)
-        sample = BufferKind(wide.to_real(), (_sample_count(p),))
-        kinds = {"z_minus_x": stored, "grad_rms": stored, "initial_sample": sample}
-        return kinds if wide == p.dtype else kinds | {"master": BufferKind(wide)}
-
     def _identity(self) -> dict[str, Any]:
         return {"rule": "Untuned", "state_dtype": str(self._state_dtype)}
 
@@ -382,19 +330,6 @@ class Untuned(AveragedOptimizer):
             )
         if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
-
-
-def _constants(p: Tensor) -> tuple[float, float, float]:
-    """Return the number of elements, how many are sampled, and the natural scale."""
-    shape = (*p.shape, 2) if p.is_complex() else p.shape
-    size = math.prod(shape)
-    inputs = size // shape[0] if len(shape) > 1 else size
-    return size, _sample_count(p), rule.natural_scale(inputs)
-
-
-def _sample_count(p: Tensor) -> int:
-    size = p.numel() * (2 if p.is_complex() else 1)
-    return -(-size // rule.sample_stride(size))
 
 
 def _axes(p: Tensor) -> int:
