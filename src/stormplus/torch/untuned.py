@@ -229,9 +229,10 @@ class Untuned(AveragedOptimizer):
                 by = coefficients.of(index, group.device)
                 flag = skip if skip is None else skip.to(group.device, non_blocking=True)
             sums = group.kernels.untuned_step(group, by, flag)
-            for i, sample in enumerate(group.samples):
-                if not sample.stride:  # the kernels measure ranges of rows only
-                    sums[1][i] = plain.squared_displacement(group, i)
+            if group.process_groups:
+                for i, sample in enumerate(group.samples):
+                    if not sample.stride:  # the kernels measure ranges of rows only
+                        sums[1][i] = plain.squared_displacement(group, i)
             if mask is not None or not table.on_host:
                 sums = table.spread(sums, group.columns)
             parts.append((group.process_groups, sums))
