@@ -173,9 +173,8 @@ def is_dense(t: Tensor) -> bool:
 def reshard() -> None:
     """Make FSDP2 drop gathered parameters; call this before parameters are written to.
 
-    Only a backward pass releases a root's parameters. After a forward pass without one, as in a
-    validation, the next pass would not see what is written to the shards. Parameters do not know
-    their modules, so all modules of the process gather theirs again.
+    Only a backward pass releases a root's parameters: after a validation the next pass would not
+    see what is written to the shards. Parameters do not know their modules, so all gather again.
     """
     known = sys.modules.get("torch.distributed._composable_state")
     for module in list(getattr(known, "_module_state_mapping", ())):
@@ -196,12 +195,8 @@ def sum_over_processes(
 ) -> Tensor:
     """Return the sum of all parts, each added up over its process groups.
 
-    This takes one all-reduce per group, whatever the number of parts. A part that a group does not
-    shard is averaged over it: its processes have the same part.
-
-    Args:
-        parts: The process groups of each part, and the part.
-        groups: All process groups, in the same order on every rank.
+    This takes one all-reduce for each of `groups`, which are in the same order on every rank. A
+    part that a group does not shard is averaged over it: its processes have the same part.
     """
     shares = []
     for own, part in parts:

@@ -47,9 +47,8 @@ _RETRY = (
 class PairedOptimizer(RandomReplay, BaseOptimizer):
     """SGD with corrected momentum; a rule computes the gain and the step size.
 
-    `opt.step(closure)` takes one sample. The closure zeroes the gradients, computes the loss, calls
-    backward and returns the loss; it is called once on the first step and twice, on the same
-    sample, on every later one. A subclass has a `rule`, and that is all.
+    `opt.step(closure)` takes one sample, on which it calls the closure twice (on the first step
+    once). A subclass has a `rule`, and that is all.
 
     A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
     which skips the sample without waiting, one step late.
@@ -384,14 +383,8 @@ class SimplifiedStormPlus(PairedOptimizer):
 class Storm(PairedOptimizer):
     """STORM (Cutkosky and Orabona, NeurIPS 2019), which must know the smoothness.
 
-    Args:
-        params: See `PairedOptimizer`.
-        lr: See `PairedOptimizer`.
-        theta: Numerator of the step size.
-        w: Offset under its cube root.
-        c: Factor of the gain.
-        smoothness: L, the smoothness of the objective.
-        **options: See `PairedOptimizer`.
+    `theta`, `w`, `c` and `smoothness` are those of `rules.StormRule`; for the rest see
+    `PairedOptimizer`.
     """
 
     def __init__(
