@@ -172,7 +172,7 @@ class AveragedOptimizer(BaseOptimizer):
         # bfloat16 has no complex numbers: pairs of reals.
         pairs = (*p.shape, 2) if self._state_dtype and p.is_complex() else None
         stored = BufferKind(self._state_dtype or wide, pairs)
-        sample = BufferKind(wide.to_real(), (_sample_count(p),))
+        sample = BufferKind(wide.to_real() if wide.is_complex else wide, (_sample_count(p),))
         kinds = {"z_minus_x": stored, "grad_rms": stored, "initial_sample": sample}
         return kinds if wide == p.dtype else kinds | {"master": BufferKind(wide)}
 

@@ -251,8 +251,9 @@ class BaseOptimizer(Optimizer, ABC):
             self._scalars = found
             self._adopt_parameters()
         for table in (self._shared, self._per_tensor):
-            moved = table.on_host and table.tensor.data_ptr() != table.address  # share_memory_()
-            if moved or table.on_host != (table.has_values and not compiling):
+            on_host = table.has_values and not compiling
+            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
+            if moved or on_host != table.on_host:
                 table.bind()
 
     @outside_inference_mode()
@@ -276,12 +277,13 @@ class BaseOptimizer(Optimizer, ABC):
                 state[name] = kinds[name].placed(p, state.get(name))
             else:
                 state.pop(name, None)
+        info.layout = p.device, p.dtype, p.shape, p.stride()
 
     def _release(self, info: ParamInfo) -> None:
         """Free the buffers of a frozen parameter; it starts over if it is unfrozen."""
         for name in self._buffer_names:
             info.state.pop(name, None)
-        info.state["started"], info.key = 0, None
+        info.state["started"], info.key, info.layout = 0, None, None
         self._per_tensor.reset_column(info.column)
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
@@ -335,7 +337,8 @@ class BaseOptimizer(Optimizer, ABC):
         p = info.p
         if g.shape != p.shape:
             reject_gradient(self.param_groups, p, g)
-        self._place_buffers(info)
+        if info.layout != (p.device, p.dtype, p.shape, p.stride()):
+            self._place_buffers(info)
         info.plain, info.kernels = type(p) in _PLAIN and not p.is_complex(), None
         if not p.numel():
             return

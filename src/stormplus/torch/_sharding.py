@@ -200,8 +200,8 @@ def sum_over_processes(
     """
     shares = []
     for own, part in parts:
-        copies = math.prod(group.size() for group in groups if group not in own)
-        shares.append(part / copies if copies > 1 else part)
+        copies = [group.size() for group in groups if group not in own]
+        shares.append(part / math.prod(copies) if copies else part)
     total = shares[0] if len(shares) == 1 else torch.stack(shares).sum(dim=0)
     for group in groups:
         torch.distributed.all_reduce(total, group=group)

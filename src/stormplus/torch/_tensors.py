@@ -126,6 +126,7 @@ class ParamInfo:
     state: State
     column: int  # its place among all parameters
     process_groups: ProcessGroups
+    layout: Any = None  # for which its buffers were placed
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together

@@ -285,7 +285,7 @@ class Untuned(AveragedOptimizer):
             eligible = np.array(key[-1]) & rule.eligible_tensors(axes)
             arrays = (lr * factor, decay.copy(), sign.copy(), eligible)
             self._option_rows = _Options(*map(table.array, arrays))
-            self._options_key, self._decays = key, bool(decay.any())
+            self._options_key, self._decays = key, any(options[2] > 0 for options in given)
         found = self._option_rows
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
