@@ -237,7 +237,7 @@ INLINE void NAME(move_loop)(const Arguments *by, const Chunk *chunk, int decays,
         WIDE g_tilde = sign * (WIDE)load(t.grad, i, dtype);
         if (decays) g_tilde += l2 * x;
         store(t.param, i, x - alpha * d, dtype); /* Alg. 1, line 4 */
-        estimator[i] = d - g_tilde;               /* Alg. 1, line 6: the bracket */
+        estimator[i] = d - g_tilde;              /* Alg. 1, line 6: the bracket */
     }
 }
 

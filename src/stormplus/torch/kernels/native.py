@@ -76,7 +76,8 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
-    _run("move", group, alpha=alpha, **group.objective._asdict())
+    sign, l2 = group.objective
+    _run("move", group, alpha=alpha, sign=sign, l2=l2)
     _increment_version(group.params)  # autograd has not seen the writes
 
 
@@ -84,7 +85,8 @@ def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py."""
-    by = group.objective._asdict() | {"first": first, "finite_only": finite_only}
+    sign, l2 = group.objective
+    by = {"sign": sign, "l2": l2, "first": first, "finite_only": finite_only}
     sums = _run("estimate", group, one_minus_a=one_minus_a, **by)
     return sum(sums[::2]), sum(sums[1::2])
 
