@@ -202,7 +202,8 @@ def sum_over_processes(
     for own, part in parts:
         copies = [group.size() for group in groups if group not in own]
         shares.append(part / math.prod(copies) if copies else part)
-    total = shares[0] if len(shares) == 1 else torch.stack(shares).sum(dim=0)
+    # Contiguous: an all-reduce adds in the order of memory, and a transposed part would mix rows.
+    total = shares[0].contiguous() if len(shares) == 1 else torch.stack(shares).sum(dim=0)
     for group in groups:
         torch.distributed.all_reduce(total, group=group)
     return total
