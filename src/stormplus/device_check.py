@@ -25,14 +25,13 @@ STEPS = 20
 
 
 class NoDeviceError(RuntimeError):
-    """There is no such device here."""
+    """torch cannot use a device here."""
 
 
 class Parity(NamedTuple):
-    """One optimizer on two devices.
+    """One optimizer on two devices, with a tolerance for |x_device - x_cpu| / |x_cpu - x_1|.
 
-    The tolerance is for |x_device - x_cpu| / |x_cpu - x_1|, the largest over the tensors. In bf16
-    a difference in the last bit of float32 can round a number up here and down there.
+    In bf16 a difference in the last bit of float32 can round a number up here and down there.
     """
 
     name: str
@@ -127,30 +126,24 @@ def count_events(events: Iterable[Any]) -> dict[str, int]:
     """Count launches and copies among the events of a profile."""
     found = {"launches": 0, "to_device": 0, "to_host": 0}
     for event in events:
-        annotation = event.name.startswith("Optimizer.")  # torch 2.4 does not mark them
-        annotation = annotation or getattr(event, "is_user_annotation", False)
-        if event.device_type.name == "CPU" or annotation:
-            continue
         name = event.name.lower()
-        if "htod" in name or "hosttodevice" in name:
-            found["to_device"] += 1
-        elif "dtoh" in name or "devicetohost" in name:
-            found["to_host"] += 1
-        else:
-            found["launches"] += 1
+        annotation = name.startswith("optimizer.")  # torch 2.4 does not mark them
+        if (
+            event.device_type.name == "CPU"
+            or annotation
+            or getattr(event, "is_user_annotation", False)
+        ):
+            continue
+        upload = "htod" in name or "hosttodevice" in name
+        download = "dtoh" in name or "devicetohost" in name
+        found["to_device" if upload else "to_host" if download else "launches"] += 1
     return found
 
 
 def check_device(name: str, meter: Meter | None = None, shapes: Shapes | None = None) -> bool:
     """Check the optimizers on a device, print what was found, and return whether all is well.
 
-    Args:
-        name: As torch has it: "cuda", "cuda:1", "xpu", "mps", "cpu".
-        meter: Counts and times steps.
-        shapes: Of the tensors that are counted and timed; those of ResNet34 by default.
-
-    Raises:
-        NoDeviceError: There is no such device here.
+    The steps that are counted and timed are on tensors of these shapes, by default ResNet34's.
     """
     device = _present(name)
     meter = meter or Meter(device)
@@ -161,7 +154,12 @@ def check_device(name: str, meter: Meter | None = None, shapes: Shapes | None = 
     print(f"\nParity with the CPU after {STEPS} steps with the same gradients:")
     print("|x_device - x_cpu| / |x_cpu - x_1|, the largest over the tensors")
     print(f"{'':32s}{'difference':>12s}{'tolerance':>11s}        backend")
-    passed = [_report_parity(parity, device) for parity in PARITIES]
+    passed = []
+    for parity in PARITIES:
+        difference, backends = _compare_with_cpu(parity, device)
+        passed.append(difference <= parity.tolerance)
+        verdict = "PASS" if passed[-1] else "FAIL"
+        print(f"{parity.name:32s}{difference:12.1e}{parity.tolerance:11.0e}  {verdict}  {backends}")
     millions = sum(torch.Size(shape).numel() for shape in shapes) / 1e6
     print(f"\nOne step on {len(shapes)} tensors with {millions:.1f} M parameters in float32")
     print("(a launch is a kernel, or a copy within the device; - is not counted on this device)")
@@ -203,35 +201,27 @@ def _step(opt: torch.optim.Optimizer, evaluate: Step = lambda: None) -> None:
     opt.estimate()
 
 
-def _report_parity(parity: Parity, device: torch.device) -> bool:
-    difference, backends = compare_with_cpu(parity, device)
-    passed = difference <= parity.tolerance
-    verdict = "PASS" if passed else "FAIL"
-    print(f"{parity.name:32s}{difference:12.1e}{parity.tolerance:11.0e}  {verdict}  {backends}")
-    return passed
-
-
-def compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]:
-    """Return the difference after some steps (see `Parity`), and the backend on the device."""
+def _compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]:
+    """Return the difference after some steps (see `Parity`), and the backends on the device."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        layers = nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10)
-        model = nn.Sequential(*layers).to(parity.dtype)
+        model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10)).to(parity.dtype)
         batches = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(STEPS)]
     here, start = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
     there = [nn.Parameter(p.detach().to(device)) for p in here]
     ours, theirs = parity.make(there), parity.make(here)
-    for x, y in batches:
-        gradients: list[list[Tensor]] = []
+    gradients: list[list[Tensor]] = []
 
-        def evaluate(x: Tensor = x, y: Tensor = y, found: list[list[Tensor]] = gradients) -> None:
+    def repeat() -> None:
+        for p, g in zip(there, gradients.pop(0)):
+            p.grad = g
+
+    for x, y in batches:
+
+        def evaluate(x: Tensor = x, y: Tensor = y) -> None:
             model.zero_grad()
             nn.functional.cross_entropy(model(x.to(parity.dtype)), y).backward()
-            found.append([p.grad.to(device) for p in here if p.grad is not None])
-
-        def repeat(found: list[list[Tensor]] = gradients) -> None:
-            for p, g in zip(there, found.pop(0)):
-                p.grad = g
+            gradients.append([p.grad.to(device) for p in here if p.grad is not None])
 
         _step(theirs, evaluate)
         _step(ours, repeat)

@@ -3,9 +3,8 @@
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from counting import Collectives
-from ddp_jobs import place
-from small_models import OPTIMIZERS, Loop, Tanh, batches, result, share
+from small_models import EVEN, Loop, Tanh, batches, make_optimizer, place, result, share
+from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -14,43 +13,29 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     parallelize_module,
 )
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from stormplus import StormPlus, UniformIterate
+from stormplus import UniformIterate, Untuned
+from stormplus.integrations.untuned import Average
 
 
 def sharded(dtype=torch.float64, mesh=None):
-    """Every layer a unit of its own, and the rest in the root's."""
+    """Every layer a unit of its own, and the rest in the root's; a mesh is (replicas, shards)."""
+    if mesh is not None:
+        mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
     model = Tanh(dtype)
     for layer in model.layers[:2]:
         fully_shard(layer, mesh=mesh)
     return fully_shard(model, mesh=mesh)
 
 
-def grouped(model):
-    """Two parameter groups, the second with an lr of its own."""
-    params = list(model.parameters())
-    return [{"params": params[:3]}, {"params": params[3:], "lr": 0.5}]
-
-
-def train(model, steps, dtype=torch.float64, method="storm+", halves=False, **options):
-    loop = Loop(model, OPTIMIZERS[method](grouped(model), **options))
+def parity(steps, dtype=torch.float64, mesh=None, halves=False, **options):
+    model = sharded(dtype, mesh)
+    loop = Loop(model, make_optimizer(model, **options))
     for batch in batches(steps, dtype=dtype):
         (loop.move_and_estimate if halves else loop.step)(share(batch, *place()))
-    return loop
-
-
-def shard_sizes(model):
-    return [p.to_local().numel() for p in model.parameters()]
-
-
-def hybrid(mesh):
-    return mesh and init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
-
-
-def parity(steps, dtype=torch.float64, mesh=None, **options):
-    model = sharded(dtype, hybrid(mesh))
-    loop = train(model, steps, dtype, **options)
-    return result(model, loop.opt, loop.calls) | {"shards": shard_sizes(model)}
+    return loop.result(shards=[p.to_local().numel() for p in model.parameters()])
 
 
 def mixed(steps, **options):
@@ -64,109 +49,119 @@ def mixed(steps, **options):
             dist.all_reduce(p.grad)
             p.grad /= dist.get_world_size()
 
-    loop = Loop(model, StormPlus(model.parameters(), **options), average)
-    for batch in batches(steps):
-        loop.step(share(batch, *place()))
-    return result(model, loop.opt, loop.calls)
+    return Loop(model, make_optimizer(model, **options), average).train(batches(steps)).result()
 
 
-def unwatched(collectives, evaluate):
-    """A closure whose own collectives are not counted."""
+class Collectives(TorchDispatchMode):
+    """Records (name, elements) of every collective that torch dispatches outside `evaluate`."""
 
-    def closure():
-        collectives.watching = False
-        loss = evaluate()
-        collectives.watching = True
-        return loss
+    def __init__(self):
+        super().__init__()
+        self.seen, self.watching = [], True
 
-    return closure
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if self.watching and name.startswith(("c10d.", "_c10d_functional.")):
+            first = args[0]
+            while isinstance(first, (list, tuple)):
+                first = first[0]
+            self.seen.append((name.split(".")[1], first.numel()))
+        return func(*args, **(kwargs or {}))
+
+    def step(self, loop, batch):
+        def closure():
+            self.watching = False
+            loss = loop.evaluate(batch)
+            self.watching = True
+            return loss
+
+        with self:
+            loop.opt.step(closure)
 
 
 def counted(steps, mesh=None, **options):
     """What the optimizer sends in each step, the closures' own collectives left out."""
-    model = sharded(mesh=hybrid(mesh))
-    loop = Loop(model, StormPlus(grouped(model), **options))
-    with Collectives() as collectives:
-        for batch in batches(steps):
-            mine = share(batch, *place())
-            collectives.seen.append("step")
-            loop.opt.step(unwatched(collectives, lambda: loop.evaluate(mine)))
+    model = sharded(mesh=mesh)
+    loop, collectives = Loop(model, make_optimizer(model, **options)), Collectives()
+    for batch in batches(steps):
+        collectives.seen.append("step")
+        collectives.step(loop, share(batch, *place()))
     return collectives.seen
 
 
 def one_bad_shard(steps, bad_call, bad_rank, value, mesh=None, **options):
     """One element of one rank's shard is not finite, after the gradients were reduced."""
-    rank, _ = place()
-    model = sharded(mesh=hybrid(mesh))
-    errors, pending, before = [], [], []
+    model = sharded(mesh=mesh)
+    errors, pending = [], []
 
     def spoil():
-        if rank == bad_rank and loop.calls == bad_call:
+        if place()[0] == bad_rank and loop.calls == bad_call:
             model.layers[0].weight.grad.to_local()[0, 0] = value
 
-    loop = Loop(model, StormPlus(model.named_parameters(), **options), spoil)
+    loop = Loop(model, make_optimizer(model, **options), spoil)
     for batch in batches(steps):
-        before = result(model, loop.opt)
+        before = result(model, loop.opt)["x"]
         try:
-            loop.step(share(batch, *place()))
+            loop.train([batch])
         except FloatingPointError as error:
             errors.append(str(error))
             pending.append(loop.opt.pending)
-            after = result(model, loop.opt)
-            unmoved = all(torch.equal(a, b) for a, b in zip(before["x"], after["x"]))
-    return result(model, loop.opt, loop.calls) | {
-        "errors": errors, "pending": pending, "unmoved": unmoved,
-    }  # fmt: skip
+            after = result(model, loop.opt)["x"]
+            unmoved = all(torch.equal(a, b) for a, b in zip(before, after))
+    return loop.result(errors=errors, pending=pending, unmoved=unmoved)
 
 
-def _with_schedule(model, **options):
-    opt = StormPlus(model.parameters(), **options)
-    return opt, torch.optim.lr_scheduler.CosineAnnealingLR(opt, 40)
+def cosine(opt):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(opt, 40)
 
 
-def save(steps, folder, **options):
-    """Train, then checkpoint; returns the state as it was saved."""
-    model = sharded()
-    opt, schedule = _with_schedule(model, **options)
-    loop = Loop(model, opt)
-    for batch in batches(40)[:steps]:
-        loop.step(share(batch, *place()))
+def _go_on(loop, schedule, samples):
+    for batch in samples:
+        loop.train([batch])
         schedule.step()
+    return result(loop.model, loop.opt) | {"schedule": schedule.state_dict()}
+
+
+def save(steps, folder, averaged=False, **options):
+    """Train, then checkpoint, at the average of Untuned if asked; returns the state as saved."""
+    model = sharded()
+    opt = make_optimizer(model, **options)
+    schedule = cosine(opt)
+    saved = _go_on(Loop(model, opt), schedule, batches(40)[:steps])
+    if averaged:
+        opt.eval()
     weights, state = get_state_dict(model, opt)
     dcp.save(
         {"model": weights, "opt": state, "schedule": schedule.state_dict()}, checkpoint_id=folder
     )
-    return result(model, opt) | {"schedule": schedule.state_dict(), "keys": _header(opt)}
+    return saved
 
 
-def _header(opt):
-    """The numbers of the run, as a checkpoint has them."""
-    (scalars,) = (e["scalars"] for e in opt.state_dict()["state"].values() if "scalars" in e)
-    return {k: v for k, v in scalars.items() if k != "rng"}
-
-
-def load(steps, folder, **options):
+def load(steps, folder, averaged=False, **options):
     """Resume from another number of processes; returns the state as loaded, and the run."""
     model = sharded()
     with torch.no_grad():
         for p in model.parameters():
             p.zero_()
-    opt, schedule = _with_schedule(model, **options)
+    opt = make_optimizer(model, **options)
+    schedule = cosine(opt)
+    if averaged:
+        opt.eval()
     weights, state = get_state_dict(model, opt)
     saved = {"model": weights, "opt": state, "schedule": schedule.state_dict()}
     dcp.load(saved, checkpoint_id=folder)
     set_state_dict(model, opt, model_state_dict=weights, optim_state_dict=state)
     schedule.load_state_dict(saved["schedule"])
-    loaded = result(model, opt) | {"schedule": schedule.state_dict(), "keys": _header(opt)}
+    if averaged:
+        opt.train()
     loop = Loop(model, opt)
-    for batch in batches(40)[steps:]:
-        loop.step(share(batch, *place()))
-        schedule.step()
-    return loaded, result(model, opt)
+    return _go_on(loop, schedule, []), _go_on(loop, schedule, batches(40)[steps:])
 
 
-# torch's tensor parallelism wants a hidden dimension that divides evenly.
-EVEN = (6, 8, 5, 1)
+def uninterrupted(**options):
+    model = sharded()
+    opt = make_optimizer(model, **options)
+    return _go_on(Loop(model, opt), cosine(opt), batches(40))
 
 
 def tensor_parallel(steps, mesh, **options):
@@ -174,47 +169,68 @@ def tensor_parallel(steps, mesh, **options):
     names = ("data", "tensor")[-len(mesh) :]
     mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
     model = Tanh(widths=EVEN)
-    parallelize_module(
-        model,
-        mesh["tensor"],
-        {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()},
-    )
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
     data_rank, data_size = 0, 1
     if "data" in names:
         data_rank, data_size = mesh["data"].get_local_rank(), mesh["data"].size()
         fully_shard(model, mesh=mesh["data"])
-    loop = Loop(model, StormPlus(model.parameters(), **options))
-    collectives = Collectives()
-    with collectives:
-        for batch in batches(steps):
-            mine = share(batch, data_rank, data_size)
-            loop.opt.step(unwatched(collectives, lambda: loop.evaluate(mine)))
-        collectives.watching = False
-    placements = [str(getattr(p, "placements", "plain")) for p in model.parameters()]
-    return result(model, loop.opt, loop.calls) | {
-        "placements": placements, "sent": len(collectives.seen),
-    }  # fmt: skip
+    loop, collectives = Loop(model, make_optimizer(model, **options)), Collectives()
+    for batch in batches(steps):
+        collectives.step(loop, share(batch, data_rank, data_size))
+    first = next(model.parameters())
+    return loop.result(placements=str(first.placements), sent=len(collectives.seen))
+
+
+def validating(steps, kind):
+    """Look at the iterate and the average of Untuned every few steps.
+
+    A forward pass without a backward one: FSDP2 then holds the root's parameters gathered.
+    """
+    model = {"alone": Tanh, "fsdp": sharded, "ddp": lambda: DDP(Tanh())}[kind]()
+    loop, seen, samples = Loop(model, make_optimizer(model, "untuned")), [], batches(steps)
+    for i, batch in enumerate(samples):
+        loop.step(batch if kind == "alone" else share(batch, *place()))
+        if i % 5 == 4:
+            with torch.no_grad():
+                seen.append(model(samples[0][0]))
+                loop.opt.eval()
+                seen.append(model(samples[0][0]))
+                loop.opt.train()
+    out = loop.result()
+    return out | {"x": [*out["x"], *seen]}
 
 
 def uniform_iterate(steps, of):
     """The kept iterate of a sharded model, whole."""
     model = sharded()
-    opt = StormPlus(model.parameters())
     source = model if of == "module" else list(model.parameters())
-    loop, kept, trail = Loop(model, opt), UniformIterate(source, seed=3), []
+    loop, kept, trail = Loop(model, make_optimizer(model)), UniformIterate(source, seed=3), []
     for batch in batches(steps):
-        loop.step(share(batch, *place()))
-        trail.append(result(model, opt)["x"])
+        trail.append(loop.train([batch]).result()["x"])
         with torch.no_grad():  # a validation leaves the root's parameters gathered
             model(batch[0])
         kept.update()
     with torch.no_grad():
         model(batch[0])
     kept.copy_to()
-    out = {"x": result(model, opt)["x"], "expected": trail[kept.chosen - 1], "at": kept.chosen}
+    out = {"x": loop.result()["x"], "expected": trail[kept.chosen - 1], "at": kept.chosen}
     twin = Tanh()
     with torch.no_grad():
         for p, x in zip(twin.parameters(), out["expected"], strict=True):
             p.copy_(x)
         torch.testing.assert_close(model(batch[0]), twin(batch[0]), rtol=1e-12, atol=1e-12)
     return out
+
+
+def follow_joined_statistics():
+    """A save on rank 0 alone would take the statistics of all ranks anew, and wait for ever."""
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    opt, errors = Untuned(net.parameters()), []
+    for count in (0, 4):
+        try:
+            Average([opt], net, count).follow(net).close()
+        except ValueError as error:
+            errors.append(str(error))
+    return errors

@@ -3,15 +3,23 @@
 from itertools import pairwise
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from stormplus import SimplifiedStormPlus, Storm, StormPlus
+from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 
-OPTIMIZERS = {"storm+": StormPlus, "simplified": SimplifiedStormPlus, "storm": Storm}
+OPTIMIZERS = {
+    "storm+": StormPlus,
+    "simplified": SimplifiedStormPlus,
+    "storm": Storm,
+    "untuned": Untuned,
+}
+BUFFERS = ("estimator", "z_minus_x", "grad_rms", "initial_sample")
 
 # No output dimension divides by 4, and the last is smaller than 4: with 4 processes some
 # shards are short and some are empty.
 WIDTHS = (6, 9, 5, 1)
+EVEN = (6, 8, 5, 1)  # torch's tensor parallelism wants a hidden dimension that divides evenly
 
 
 class Tanh(nn.Module):
@@ -60,9 +68,20 @@ def batches(steps, rows=8, dtype=torch.float64, seed=1):
     return list(zip(u.to(dtype), y.to(dtype)))
 
 
+def place():
+    return dist.get_rank(), dist.get_world_size()
+
+
 def share(batch, rank, size):
     """The rows of a batch that are this rank's."""
     return tuple(part.chunk(size)[rank] for part in batch)
+
+
+def make_optimizer(model, method="storm+", **options):
+    """Two parameter groups, the second at half the pace."""
+    params = list(model.parameters())
+    slower = {"factor": 0.5} if method == "untuned" else {"lr": 0.5}
+    return OPTIMIZERS[method]([{"params": params[:3]}, {"params": params[3:]} | slower], **options)
 
 
 class Loop:
@@ -91,6 +110,15 @@ class Loop:
         self.evaluate(batch)
         self.opt.estimate()
 
+    def train(self, joined):
+        """Take this rank's share of joined batches."""
+        for batch in joined:
+            self.step(share(batch, *place()))
+        return self
+
+    def result(self, **more):
+        return result(self.model, self.opt, self.calls) | more
+
 
 def whole(t):
     """A copy of the whole of a tensor, sharded or not."""
@@ -99,24 +127,31 @@ def whole(t):
 
 
 def result(model, opt, calls=None):
-    """What two runs are compared by."""
-    return {
-        "x": [whole(p) for p in model.parameters()],
-        "d": [whole(opt.state[p]["estimator"]) for p in model.parameters()],
-        "numbers": opt.diagnostics(),
-        "calls": calls,
-    }
+    """What two runs are compared by: parameters, buffers, the average if there is one, numbers."""
+    params = list(model.parameters())
+    state = [opt.state[p][name] for p in params for name in BUFFERS if name in opt.state[p]]
+    out = {"x": [whole(p) for p in params], "d": [whole(t) for t in state], "calls": calls}
+    if isinstance(opt, Untuned):
+        opt.eval()
+        out["d"] += [whole(p) for p in params]
+        opt.train()
+    return out | {"numbers": opt.diagnostics()}
 
 
-def joined_run(data, make_opt, dtype=torch.float64, model=None, each=lambda: None):
-    """One process on the joined batches."""
-    model = Tanh(dtype) if model is None else model
-    opt = make_opt(model)
-    loop = Loop(model, opt)
-    for batch in data:
+def joined_run(steps, dtype=torch.float64, widths=WIDTHS, schedule=None, nudge=0.0, **options):
+    """One process on the joined batches; `nudge` is a relative change of the starting point."""
+    model = Tanh(dtype, widths=widths)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(1 + nudge * torch.randn(p.shape, generator=generator, dtype=p.dtype))
+    loop = Loop(model, make_optimizer(model, **options))
+    schedule = schedule and schedule(loop.opt)
+    for batch in batches(steps, dtype=dtype):
         loop.step(batch)
-        each()
-    return result(model, opt, loop.calls)
+        if schedule:
+            schedule.step()
+    return loop.result()
 
 
 def assert_equal_runs(run, expected, rtol):
@@ -125,19 +160,6 @@ def assert_equal_runs(run, expected, rtol):
             torch.testing.assert_close(a, b, rtol=rtol, atol=rtol * float(b.abs().max()))
     for name, number in expected["numbers"].items():
         assert abs(run["numbers"][name] - number) <= rtol * abs(number), name
-
-
-def growth(data, make_opt, widths=WIDTHS, nudge=1e-10):
-    """By how much a run of one process magnifies a relative change of its starting point."""
-    models = [Tanh(widths=widths), Tanh(widths=widths)]
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in models[1].parameters():
-            noise = torch.randn(p.shape, generator=generator, dtype=p.dtype)
-            p.mul_(1 + nudge * noise)
-    runs = [joined_run(data, make_opt, model=model) for model in models]
-    pairs = [pair for key in ("x", "d") for pair in zip(runs[0][key], runs[1][key])]
-    return max(float((a - b).abs().max() / b.abs().max()) for a, b in pairs) / nudge
 
 
 def assert_same_bits(runs):

@@ -58,7 +58,7 @@ def test_partial_placements_are_refused(cluster):
 @pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
 def test_partial_gradients_are_summed(cluster, options):
     runs = cluster.run(4, wrapper_jobs.partial_gradient, 20, **options)
-    x, numbers = wrapper_jobs.partial_gradient_in_one_process(20, 4)
+    x, numbers = wrapper_jobs.partial_gradient(20, ranks=4)
     for run_x, run_numbers in runs:
         torch.testing.assert_close(run_x, x, rtol=1e-10, atol=1e-12)
         assert run_numbers == pytest.approx(numbers, rel=1e-10)

@@ -4,8 +4,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from ddp_jobs import place
-from small_models import Loop, Tanh, batches, bounded_loss, result
+from small_models import Loop, Tanh, batches, bounded_loss, place, result
 from torch import nn
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
@@ -91,41 +90,25 @@ def partial_sum():
     return errors
 
 
-def partial_gradient(steps, **options):
-    """A replicated parameter whose gradient is still a sum over the processes."""
-    rank, size = place()
-    mesh = init_device_mesh("cpu", (size,))
+def partial_gradient(steps, ranks=None, **options):
+    """A replicated parameter whose gradient is still a sum; with `ranks`, all of it here."""
     start = torch.linspace(-1, 1, 5, dtype=torch.float64)
-    p = nn.Parameter(DTensor.from_local(start.clone(), mesh, [Replicate()]))
+    size = ranks or place()[1]
+    mesh = None if ranks else init_device_mesh("cpu", (size,))
+    p = nn.Parameter(start if ranks else DTensor.from_local(start, mesh, [Replicate()]))
     opt = StormPlus([p], **options)
     rows = torch.randn(steps, size, 5, generator=torch.Generator().manual_seed(4)).double()
     for row in rows:
 
         def closure():
-            x = p.detach().to_local().requires_grad_()
-            loss = torch.log1p((x * row[rank]).tanh().square().sum())
+            x = (p.detach() if ranks else p.detach().to_local()).clone().requires_grad_()
+            mine = row if ranks else row[place()[0]].unsqueeze(0)
+            loss = torch.log1p((x * mine).tanh().square().sum(dim=1)).sum()
             (g,) = torch.autograd.grad(loss, x)
-            p.grad = DTensor.from_local(g, mesh, [Partial()])
-            return loss.detach()
+            p.grad = g if ranks else DTensor.from_local(g, mesh, [Partial()])
 
         opt.step(closure)
-    return p.detach().to_local().clone(), opt.diagnostics()
-
-
-def partial_gradient_in_one_process(steps, size):
-    p = nn.Parameter(torch.linspace(-1, 1, 5, dtype=torch.float64))
-    opt = StormPlus([p])
-    rows = torch.randn(steps, size, 5, generator=torch.Generator().manual_seed(4)).double()
-    for row in rows:
-
-        def closure():
-            opt.zero_grad()
-            loss = sum(torch.log1p((p * r).tanh().square().sum()) for r in row)
-            loss.backward()
-            return loss
-
-        opt.step(closure)
-    return p.detach(), opt.diagnostics()
+    return (p.detach() if ranks else p.detach().to_local()).clone(), opt.diagnostics()
 
 
 class Stage(nn.Module):

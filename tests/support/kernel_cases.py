@@ -3,12 +3,11 @@
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 import torch
 
 from stormplus.torch._sharding import Sample
 from stormplus.torch._tensors import Objective, TensorGroup, wide_dtype
-from stormplus.torch.kernels import native, plain
+from stormplus.torch.kernels import native, plain, triton
 from stormplus.torch.kernels.plain import UntunedCoefficients
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
@@ -24,7 +23,7 @@ class Kind:
     shapes: tuple = ((), (1,), (5,), (1023,), (1025,), (200, 200))
     scale: float = 1.0
     layout: str = "contiguous"
-    native: bool = True  # whether the native backend supports it
+    without: tuple = ()  # the backends that do not support it
 
     def draw(self, seed, dtype, scale=1.0):
         """Return a list of tensors."""
@@ -59,6 +58,7 @@ class Kind:
 
 LAYOUTS = {
     "contiguous": lambda t: t,
+    "unaligned": lambda t: torch.cat([t.view(-1)[:1], t.view(-1)])[1:].view(t.shape),
     "channels last": lambda t: t.to(memory_format=torch.channels_last),
     "transposed": lambda t: t.t().contiguous().t(),
     "gaps": lambda t: torch.stack([t, t], dim=-1)[..., 0],
@@ -66,36 +66,41 @@ LAYOUTS = {
 IMAGES = ((3, 4, 5, 5), (40, 7, 3, 3))
 KINDS = {
     "float32": Kind(),
-    "float64": Kind(F64),
+    "float64": Kind(F64, without=(triton,)),
     "bfloat16": Kind(BF16),
     "float16": Kind(F16),
-    "gradients in bfloat16": Kind(grad_dtype=BF16, native=False),
+    "gradients in bfloat16": Kind(grad_dtype=BF16, without=(native,)),
+    "bfloat16, gradients in float32": Kind(BF16, grad_dtype=F32, without=(native,)),
     "zeros": Kind(scale=0.0),
     "1e-20": Kind(scale=1e-20),
     "1e20": Kind(scale=1e20),
-    "1e-200": Kind(F64, scale=1e-200),
-    "1e200": Kind(F64, scale=1e200),
+    "1e-200": Kind(F64, scale=1e-200, without=(triton,)),
+    "1e200": Kind(F64, scale=1e200, without=(triton,)),
+    "unaligned": Kind(layout="unaligned"),
     "channels last": Kind(shapes=IMAGES, layout="channels last"),
-    "transposed": Kind(shapes=((7, 300), (40, 50)), layout="transposed", native=False),
-    "gaps": Kind(layout="gaps", native=False),
+    "transposed": Kind(shapes=((7, 300), (40, 50)), layout="transposed", without=(native, triton)),
+    "gaps": Kind(layout="gaps", without=(native, triton)),
 }
 UNTUNED_KINDS = KINDS | {
     "bfloat16 state": Kind(state_dtype=BF16),
     "bfloat16, bfloat16 state": Kind(BF16, state_dtype=BF16),
     "float16, bfloat16 state": Kind(F16, state_dtype=BF16),
     "channels last, bfloat16 state": Kind(shapes=IMAGES, layout="channels last", state_dtype=BF16),
-    "gaps, bfloat16 state": Kind(layout="gaps", state_dtype=BF16, native=False),
+    "gaps, bfloat16 state": Kind(layout="gaps", state_dtype=BF16, without=(native, triton)),
 }
 
 
 def copied(value):
     if not isinstance(value, torch.Tensor):
         return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype).copy_(value)
+    start = value.storage_offset()
+    size = 1 + sum((n - 1) * step for n, step in zip(value.shape, value.stride()))
+    memory = torch.empty(start + size, dtype=value.dtype)
+    return memory.as_strided(value.shape, value.stride(), start).copy_(value)
 
 
 def group_of(backend, lists, sign=1.0, l2=0.0):
-    """Return a group of copies, with the same strides."""
+    """Return a group of copies, with the same strides and alignment."""
     copies = {name: [copied(value) for value in values] for name, values in lists.items()}
     objective = Objective(sign, l2)
     return TensorGroup({}, backend, torch.device("cpu"), objective=objective, **copies)
@@ -142,8 +147,10 @@ def untuned(backend, lists, skip=None):
     return tensors_of(group, lists), np.array([np.asarray(u_sq), np.asarray(moved_sq)])
 
 
-def assert_tensors_agree(actual, expected):
-    """Up to some roundings of the largest number in a tensor."""
+def assert_tensors_agree(actual, expected, exact=False):
+    """Up to some roundings of the largest number in a tensor, or to the last bit."""
+    if exact:
+        return torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
     for name in expected:
         for a, b in zip(actual[name], expected[name], strict=True):
             eps, wide_eps = torch.finfo(a.dtype).eps, torch.finfo(wide_dtype(a.dtype)).eps
@@ -160,17 +167,15 @@ OBJECTIVES = {
     "L2": {"l2": 0.1},
     "maximize": {"sign": -1.0, "l2": 0.1},
 }
-each_objective = pytest.mark.parametrize("options", OBJECTIVES.values(), ids=list(OBJECTIVES))
 
 
-def shard(sample_stride=None):
+def shard(sample_stride=None, **options):
     """Return lists whose tensors are parts of larger ones."""
-    kind = Kind(shapes=((100, 200), (7, 200)), state_dtype=BF16)
-    lists = kind.untuned()
-    whole = torch.empty(300, 200)
+    lists = Kind(shapes=((100, 20), (7, 20)), **{"state_dtype": BF16} | options).untuned()
+    whole = torch.empty(300, 20)
     lists["samples"] = [Sample(whole), Sample(whole)]
     lists["initial_sample"] = [torch.linspace(-1, 1, s.count) for s in lists["samples"]]
     for sample, row in zip(lists["samples"], (100, 293)):
-        sample.offset = 200 * row
+        sample.offset = 20 * row
         sample.stride = sample.stride if sample_stride is None else sample_stride
     return lists

@@ -41,9 +41,6 @@ def own_formula(sum_g, sum_d, g_sq, d_sq, t):
     return sum_g + g_sq, sum_d + d_sq / 0.5, 0.5, 0.2 / np.cbrt(1 + sum_g + g_sq)
 
 
-PAIRS_ONLY = ("decoupled_weight_decay",)
-
-
 @dataclass(frozen=True)
 class Case:
     """An optimizer, and how its passes are run."""
@@ -62,13 +59,14 @@ class Case:
         """Untuned has no lr, but a factor for each group."""
         if self.paired:
             return self.cls(params, **({} if lr is None else {"lr": lr}) | self.path | options)
-        options = {k: v for k, v in options.items() if k not in PAIRS_ONLY}
         groups = list(params)
-        if lr is not None or (groups and isinstance(groups[0], dict)):
-            groups = groups if isinstance(groups[0], dict) else [{"params": groups}]
+        if lr is not None and not isinstance(groups[0], dict):
+            groups = [{"params": groups}]
+        if groups and isinstance(groups[0], dict):
             groups = [{"lr": 1.0 if lr is None else lr} | group for group in groups]
-            groups = [{"factor" if k == "lr" else k: v for k, v in g.items()} for g in groups]
-        return self.cls(groups, **self.path, **options)
+            for group in groups:
+                group["factor"] = group.pop("lr")
+        return self.cls(groups, **options)
 
     def step(self, opt, evaluate):
         """As its user writes it; `evaluate` zeroes gradients, calls backward, returns the loss."""
@@ -126,6 +124,7 @@ CASES = [
     Case("Untuned", Untuned, buffers=("z_minus_x", "grad_rms", "initial_sample")),
 ]
 PAIRED = [case for case in CASES if case.paired]
+PLAIN, UNTUNED = CASES[0], CASES[-1]
 
 # What all paths and rules share is tested on three of them, and in the long suite on all;
 # test_kernels.py compares the paths.
@@ -147,6 +146,15 @@ def made(case, samples=12, dtype=torch.float64, named=False, **options):
     problem = Network(samples=samples)
     params = problem.parameters(dtype)
     return problem, params, case(zip("abc", params) if named else params, **options)
+
+
+def parameter(*numbers, dtype=torch.float64):
+    return torch.nn.Parameter(torch.tensor(numbers, dtype=dtype))
+
+
+def noise(*shape, seed=0, dtype=torch.float64):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=draw, dtype=dtype)
 
 
 def on(opt, loss, set_to_none=True):

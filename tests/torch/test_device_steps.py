@@ -17,7 +17,7 @@ from stormplus_bench.launches import device_counts
 from stormplus_bench.simulated_device import SimulatedDevice, value
 from stormplus_bench.train.networks import resnet34
 
-BF16, F16 = torch.bfloat16, torch.float16
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(16, 8), (16,)]
 
 
@@ -25,78 +25,77 @@ SHAPES = [(16, 8), (16,)]
 class Case:
     """An optimizer with options, and the parameters that it is given."""
 
-    make: Callable  # of parameters, and of what puts a tensor on their device
-    dtype: torch.dtype = torch.float32
+    make: Callable  # of parameters
+    dtype: torch.dtype = F32
+    launches: int = 120
+    tolerance: float = 1e-6  # half precision may be rounded the other way: 2^-7
+    tensor_lr: bool = False
     without_gradient: tuple = ()  # which parameters
-    device: str = "cuda"
     float64: bool = True
 
-
-def case(cls, *, dtype=torch.float32, without_gradient=(), device="cuda", float64=True, **options):
-    return Case(lambda p, put: cls(p, **options), dtype, without_gradient, device, float64)
+    def device(self):
+        return SimulatedDevice("cuda" if self.float64 else "xpu", float64=self.float64)
 
 
 def two_groups(cls):
-    def make(params, put):
+    def make(params):
         half = len(params) // 2
         return cls([{"params": params[:half]}, {"params": params[half:], "weight_decay": 0.1}])
 
-    return Case(make)
+    return make
 
 
-def with_tensor_lr(params, put):
-    opt = Untuned(params)
-    opt.param_groups[0]["lr"] = put(torch.tensor(0.5))
-    return opt
+def untuned(dtype=F32, options=None, **fields):
+    options = options or {}
+    half = BF16 in (dtype, options.get("state_dtype")) or dtype == F16
+    fields = {"launches": 200, "tolerance": 2**-7 if half else 1e-6} | fields
+    return Case(partial(Untuned, **options), dtype, **fields)
 
 
-NO_FLOAT64 = {"device": "xpu", "float64": False}
-UNTUNED = {
-    "Untuned": case(Untuned),
-    "Untuned, unchecked": case(Untuned, check_finite=False),
-    "Untuned, weight decay, maximize": case(Untuned, weight_decay=0.1, maximize=True),
-    "Untuned, bfloat16 state": case(Untuned, state_dtype=BF16),
-    "Untuned, bfloat16": case(Untuned, dtype=BF16),
-    "Untuned, bfloat16, bfloat16 state": case(Untuned, dtype=BF16, state_dtype=BF16),
-    "Untuned, float16": case(Untuned, dtype=F16),
-    "Untuned, two groups": two_groups(Untuned),
-    "Untuned, one without gradient": case(Untuned, without_gradient=(3,)),
-    "Untuned, tensor lr": Case(with_tensor_lr),
-    "Untuned, no float64": case(Untuned, **NO_FLOAT64),
-    "Untuned, no float64, bfloat16 state": case(Untuned, state_dtype=BF16, **NO_FLOAT64),
+FIRST = {"unit": "first", "lr": 0.1, "weight_decay": 0.1}
+BF16_STATE = {"state_dtype": BF16}
+CASES = {
+    "Untuned": untuned(),
+    "Untuned, unchecked": untuned(options={"check_finite": False}),
+    "Untuned, weight decay, maximize": untuned(options={"weight_decay": 0.1, "maximize": True}),
+    "Untuned, bfloat16 state": untuned(options=BF16_STATE),
+    "Untuned, bfloat16": untuned(BF16),
+    "Untuned, bfloat16, bfloat16 state": untuned(BF16, BF16_STATE),
+    "Untuned, float16": untuned(F16),
+    "Untuned, two groups": Case(two_groups(Untuned), launches=200),
+    "Untuned, one without gradient": untuned(without_gradient=(3,)),
+    "Untuned, tensor lr": untuned(tensor_lr=True),
+    "Untuned, no float64": untuned(float64=False),
+    "Untuned, no float64, bfloat16 state": untuned(options=BF16_STATE, float64=False),
+    "StormPlus": Case(StormPlus),
+    "StormPlus, unchecked": Case(partial(StormPlus, check_finite=False)),
+    "StormPlus, L2": Case(partial(StormPlus, weight_decay=0.1)),
+    "StormPlus, decoupled": Case(partial(StormPlus, weight_decay=0.1, decoupled_weight_decay=True)),
+    "StormPlus, bfloat16": Case(StormPlus, BF16, tolerance=2**-7),
+    "StormPlus, tensor lr": Case(StormPlus, tensor_lr=True),
+    "StormPlus, no float64": Case(StormPlus, float64=False),
+    "StormPlus, two groups": Case(two_groups(StormPlus), launches=155),
+    "StormPlus, unit": Case(partial(StormPlus, **FIRST)),
+    "SimplifiedStormPlus, unit": Case(partial(SimplifiedStormPlus, **FIRST)),
+    "Storm, unit, decoupled": Case(partial(Storm, decoupled_weight_decay=True, **FIRST)),
+    "SimplifiedStormPlus": Case(SimplifiedStormPlus),
+    "Storm": Case(Storm),
 }
-PAIRED = {
-    "StormPlus": case(StormPlus),
-    "StormPlus, unchecked": case(StormPlus, check_finite=False),
-    "StormPlus, L2": case(StormPlus, weight_decay=0.1),
-    "StormPlus, decoupled": case(StormPlus, weight_decay=0.1, decoupled_weight_decay=True),
-    "StormPlus, bfloat16": case(StormPlus, dtype=BF16),
-    "StormPlus, tensor lr": Case(lambda p, put: StormPlus(p, lr=put(torch.tensor(0.5)))),
-    "StormPlus, no float64": case(StormPlus, **NO_FLOAT64),
-    "StormPlus, two groups": two_groups(StormPlus),
-    "SimplifiedStormPlus": case(SimplifiedStormPlus),
-    "Storm": case(Storm),
-}
-CASES = UNTUNED | PAIRED
 
 
-# Above the bound: a pass for each parameter group.
-LAUNCHES = {"StormPlus, two groups": 155}
-
-
-@pytest.fixture(params=CASES)
-def name(request):
-    return request.param
-
-
-def parameters(case, tensors, put):
+def prepared(case, tensors, put):
+    """Return parameters and their optimizer."""
     generator = torch.Generator().manual_seed(0)
     shapes = SHAPES * (tensors // len(SHAPES))
-    values = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
-    return [nn.Parameter(put(v.to(case.dtype))) for v in values]
+    start = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
+    params = [nn.Parameter(put(x.to(case.dtype))) for x in start]
+    opt = case.make(params)
+    if case.tensor_lr:
+        opt.param_groups[0]["lr"] = put(torch.tensor(0.5))
+    return params, opt
 
 
-def trained(case, params, opt, put, *, steps=3, before_last=lambda: None):
+def train(case, params, opt, put, *, steps=3, before_last=lambda: None):
     """Take some steps with given gradients, two per step for a paired optimizer."""
     generator = torch.Generator().manual_seed(1)
 
@@ -119,77 +118,67 @@ def trained(case, params, opt, put, *, steps=3, before_last=lambda: None):
 def on_device(name, tensors=20):
     """Return parameters and diagnostics after three steps, and the counts of the last one."""
     case = CASES[name]
-    with SimulatedDevice(case.device, float64=case.float64) as device:
-        params = parameters(case, tensors, device.put)
-        opt = case.make(params, device.put)
-        trained(case, params, opt, device.put, before_last=device.reset)
+    with case.device() as device:
+        params, opt = prepared(case, tensors, device.put)
+        train(case, params, opt, device.put, before_last=device.reset)
         counts = device.counts
         return [value(p.detach()) for p in params], opt.diagnostics(), counts
 
 
-def test_a_step_waits_for_nothing_and_uploads_nothing(name):
+each_case = pytest.mark.parametrize("name", CASES)
+
+
+@each_case
+def test_a_step_waits_for_nothing_uploads_nothing_and_launches_little(name):
     counts = on_device(name)[2]
     assert (counts.syncs, counts.h2d) == (0, 0)
+    assert counts.launches <= CASES[name].launches
 
 
-def test_the_launches_are_bounded(name):
-    bound = LAUNCHES.get(name, 200 if name in UNTUNED else 120)
-    assert on_device(name)[2].launches <= bound
+long_but_two = [
+    name if name in ("Untuned", "StormPlus") else pytest.param(name, marks=pytest.mark.long)
+    for name in CASES
+]
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if name in ("Untuned", "StormPlus") else pytest.param(name, marks=pytest.mark.long)
-        for name in CASES
-    ],
-)
+@pytest.mark.parametrize("name", long_but_two)
 def test_the_launches_do_not_depend_on_the_number_of_tensors(name):
     assert on_device(name, tensors=110)[2] == on_device(name, tensors=20)[2]
 
 
+@each_case
 def test_a_step_equals_that_of_the_plain_path_on_the_cpu(name, monkeypatch):
     monkeypatch.setattr(native, "LIBRARY", None)
     case = CASES[name]
-    params = parameters(case, 20, torch.clone)
-    opt = case.make(params, torch.clone)
-    trained(case, params, opt, torch.clone)
-    expected = [p.detach() for p in params], opt.diagnostics()
-    # A half-precision parameter may be rounded the other way, and so may half-precision state.
-    half = BF16 in (case.dtype, getattr(opt, "_state_dtype", None)) or case.dtype == F16
-    tolerance = 2**-7 if half else 1e-6
-    torch.testing.assert_close(on_device(name)[:2], expected, rtol=tolerance, atol=tolerance)
+    params, opt = prepared(case, 20, torch.clone)
+    train(case, params, opt, torch.clone)
+    expected, by = ([p.detach() for p in params], opt.diagnostics()), case.tolerance
+    torch.testing.assert_close(on_device(name)[:2], expected, rtol=by, atol=by)
 
 
+@each_case
 def test_state_keeps_its_addresses(name):
     """A captured CUDA graph writes to the same memory whenever it is replayed."""
     case = CASES[name]
-    with SimulatedDevice(case.device, float64=case.float64) as device:
-        params = parameters(case, 4, device.put)
-        opt = case.make(params, device.put)
-        trained(case, params, opt, device.put, steps=2)
+    with case.device() as device:
+        params, opt = prepared(case, 4, device.put)
+        train(case, params, opt, device.put, steps=2)
         before = state_tensors(opt)  # alive, so that their memory is not used for others
-        trained(case, params, opt, device.put, steps=2)
+        train(case, params, opt, device.put, steps=2)
         moved = [k for k, t in state_tensors(opt).items() if t.data_ptr() != before[k].data_ptr()]
         assert moved == []
 
 
 @pytest.mark.long  # 22 million weights
 @pytest.mark.parametrize(
-    ("make", "dtype", "bound"),
-    [
-        pytest.param(Untuned, torch.float32, 200, id="Untuned"),
-        pytest.param(partial(Untuned, state_dtype=BF16), torch.float32, 200, id="bfloat16 state"),
-        pytest.param(Untuned, BF16, 200, id="bfloat16"),
-        pytest.param(StormPlus, torch.float32, 120, id="StormPlus"),
-    ],
+    "name", ["Untuned", "Untuned, bfloat16 state", "Untuned, bfloat16", "StormPlus"]
 )
-def test_the_launches_are_bounded_on_resnet34(make, dtype, bound):
-    shapes = [p.shape for p in resnet34(1000).parameters()]
-    assert device_counts(make, shapes, dtype=dtype).launches <= bound
+def test_the_launches_are_bounded_on_resnet34(name):
+    shapes, case = [p.shape for p in resnet34(1000).parameters()], CASES[name]
+    assert device_counts(case.make, shapes, dtype=case.dtype).launches <= case.launches
 
 
-# -- gradients that are not finite ----------------------------------------------------------------
+# -- gradients that are not finite ---------------------------------------------------------------
 
 GOOD = [
     [[0.3, -1.0, 2.0], [0.5]],
@@ -205,172 +194,150 @@ INFINITE = [[0.3, -1.0, 2.0], [math.inf]]
 each_bad = pytest.mark.parametrize("bad", [NAN, INFINITE], ids=["nan", "inf"])
 
 
+class Run:
+    """A small model, and gradients that are given to it."""
+
+    def __init__(self, make, put):
+        self.params = [nn.Parameter(put(torch.tensor(x))) for x in ([0.1, 0.2, 0.3], [1.0])]
+        self.opt, self.put = make(self.params), put
+
+    def give(self, gradient, scale=1.0):
+        for p, g in zip(self.params, gradient):
+            p.grad = self.put(scale * torch.tensor(g))
+
+    def steps(self, *gradients):
+        for gradient in gradients:
+            self.give(gradient)
+            self.opt.step()
+
+    def scaled_step(self, gradient, *, scale, found_inf):
+        """As torch.amp.GradScaler.step does."""
+        self.give(gradient, scale)
+        self.opt.grad_scale = self.put(torch.tensor(scale))
+        self.opt.found_inf = self.put(torch.tensor(found_inf))
+        self.opt.step()
+        del self.opt.grad_scale, self.opt.found_inf
+
+    def first(self, gradient):
+        self.give(gradient)
+        self.opt.estimate()
+
+    def pair(self, first, second):
+        self.give(first)
+        self.opt.move()
+        self.first(second)
+
+    def values(self):
+        return [value(p.detach()).clone() for p in self.params]
+
+    def everything(self):
+        """Without the count of skipped steps."""
+        state = {key: value(t).clone() for key, t in state_tensors(self.opt).items()}
+        return self.values(), {k: v for k, v in state.items() if k[1] not in ("skip", "skipped")}
+
+
 @pytest.fixture
 def device():
     with SimulatedDevice("cuda") as device:
         yield device
 
 
-def small(make, put):
-    return make([nn.Parameter(put(torch.tensor(x))) for x in ([0.1, 0.2, 0.3], [1.0])])
-
-
-def give(opt, put, gradient):
-    for p, g in zip(opt.parameters(), gradient):
-        p.grad = put(torch.tensor(g))
-
-
-def steps(opt, put, gradients):
-    for gradient in gradients:
-        give(opt, put, gradient)
-        opt.step()
-
-
-def pair(opt, put, first, second):
-    give(opt, put, first)
-    opt.move()
-    give(opt, put, second)
-    opt.estimate()
-
-
-def first_sample(opt, put, gradient):
-    give(opt, put, gradient)
-    opt.estimate()
-
-
-def values(opt):
-    return [value(p.detach()).clone() for p in opt.parameters()]
-
-
-def whole_state(opt):
-    """Return copies of parameters and state, without the count of skipped steps."""
-    state = {key: value(t).clone() for key, t in state_tensors(opt).items()}
-    return values(opt), {k: v for k, v in state.items() if k[1] not in ("skip", "skipped")}
-
-
 @each_bad
-def test_untuned_skips_a_gradient_that_is_not_finite(device, bad):
-    opt = small(Untuned, device.put)
-    steps(opt, device.put, GOOD[:2])
-    before = whole_state(opt)
-    steps(opt, device.put, [bad])
-    assert_same(whole_state(opt), before)
-
-
-@pytest.mark.parametrize("good_before", [0, 2])
-def test_untuned_goes_on_as_if_a_skipped_step_had_not_been(device, good_before):
-    run, expected = small(Untuned, device.put), small(Untuned, device.put)
-    steps(run, device.put, [*GOOD[:good_before], NAN])
+@pytest.mark.parametrize("before", [0, 2])
+def test_untuned_skips_a_gradient_that_is_not_finite_and_raises_a_step_later(device, bad, before):
+    run, expected = Run(Untuned, device.put), Run(Untuned, device.put)
+    run.steps(*GOOD[:before])
+    state = run.everything()
+    run.steps(bad)
+    if before:
+        assert_same(run.everything(), state)
     with pytest.raises(FloatingPointError):
-        steps(run, device.put, GOOD[2:3])
-    steps(run, device.put, GOOD[2:])
-    steps(expected, device.put, [*GOOD[:good_before], *GOOD[2:]])
-    assert_same(whole_state(run), whole_state(expected))
+        run.steps(GOOD[2])
+    run.steps(*GOOD[2:])
+    expected.steps(*GOOD[:before], *GOOD[2:])
+    assert_same(run.everything(), expected.everything())
 
 
 @each_bad
 def test_a_pair_is_skipped_if_its_first_gradient_is_not_finite(device, bad):
-    opt = small(StormPlus, device.put)
-    first_sample(opt, device.put, GOOD[0])
-    before = whole_state(opt)
-    pair(opt, device.put, bad, GOOD[1])
-    assert_same(whole_state(opt), before)
-
-
-def test_a_pair_goes_on_as_if_a_skipped_one_had_not_been(device):
-    run, expected = small(StormPlus, device.put), small(StormPlus, device.put)
-    for opt in (run, expected):
-        first_sample(opt, device.put, GOOD[0])
-        pair(opt, device.put, *GOOD[1:3])
-    pair(run, device.put, NAN, NAN)
+    run, expected = Run(StormPlus, device.put), Run(StormPlus, device.put)
+    for each in (run, expected):
+        each.first(GOOD[0])
+        each.pair(*GOOD[1:3])
+    state = run.everything()
+    run.pair(bad, bad)
+    assert_same(run.everything(), state)
     with pytest.raises(FloatingPointError):
-        pair(run, device.put, *GOOD[3:5])
-    for opt in (run, expected):
-        pair(opt, device.put, *GOOD[3:5])
-    assert_same(whole_state(run), whole_state(expected))
+        run.pair(*GOOD[3:5])
+    for each in (run, expected):
+        each.pair(*GOOD[3:5])
+    assert_same(run.everything(), expected.everything())
 
 
 @each_bad
 def test_a_second_gradient_that_is_not_finite_raises_late_and_restarts(device, bad):
-    run, expected = small(StormPlus, device.put), small(StormPlus, torch.clone)
-    for opt, put in ((run, device.put), (expected, torch.clone)):
-        first_sample(opt, put, GOOD[0])
-        pair(opt, put, *GOOD[1:3])
-    pair(run, device.put, GOOD[3], bad)
-    give(run, device.put, GOOD[4])
+    run, expected = Run(StormPlus, device.put), Run(StormPlus, torch.clone)
+    for each in (run, expected):
+        each.first(GOOD[0])
+        each.pair(*GOOD[1:3])
+    run.pair(GOOD[3], bad)
+    run.give(GOOD[4])
     with pytest.raises(FloatingPointError):
-        run.move()
-    before = values(run)
-    run.move()
-    assert_same(values(run), before)
-    first_sample(run, device.put, GOOD[5])
-    estimators = [value(run.state[p]["estimator"]).tolist() for p in run.parameters()]
+        run.opt.move()
+    before = run.values()
+    run.opt.move()
+    assert_same(run.values(), before)
+    run.first(GOOD[5])
+    estimators = [value(run.opt.state[p]["estimator"]).tolist() for p in run.params]
     assert estimators == [torch.tensor(g).tolist() for g in GOOD[5]]
-    pair(run, device.put, *GOOD[5:7])
-    give(expected, torch.clone, GOOD[3])
-    expected.move()
-    expected.restart()
-    first_sample(expected, torch.clone, GOOD[5])
-    pair(expected, torch.clone, *GOOD[5:7])
-    torch.testing.assert_close(values(run), values(expected))
+    expected.give(GOOD[3])
+    expected.opt.move()
+    expected.opt.restart()
+    expected.first(GOOD[5])
+    for each in (run, expected):
+        each.pair(*GOOD[5:7])
+    torch.testing.assert_close(run.values(), expected.values())
 
 
 def test_a_first_sample_that_is_not_finite_moves_nothing(device):
-    opt = small(StormPlus, device.put)
-    first_sample(opt, device.put, NAN)
-    before = values(opt)
+    run = Run(StormPlus, device.put)
+    run.first(NAN)
+    before = run.values()
     with pytest.raises(FloatingPointError):
-        pair(opt, device.put, *GOOD[:2])
-    pair(opt, device.put, *GOOD[:2])
-    assert_same(values(opt), before)
+        run.pair(*GOOD[:2])
+    run.pair(*GOOD[:2])
+    assert_same(run.values(), before)
 
 
-# -- GradScaler's protocol -------------------------------------------------------------------------
-
-
-def scaled_step(opt, put, gradient, *, scale, found_inf):
-    """Take a step as torch.amp.GradScaler.step does."""
-    give(opt, put, gradient)
-    opt.grad_scale, opt.found_inf = put(torch.tensor(scale)), put(torch.tensor(found_inf))
-    opt.step()
-    del opt.grad_scale, opt.found_inf
-
-
-def scaled(gradient, scale):
-    return [[scale * x for x in numbers] for numbers in gradient]
+# -- GradScaler's protocol -----------------------------------------------------------------------
 
 
 def test_a_scaled_step_equals_an_unscaled_one(device):
-    run, expected = small(Untuned, device.put), small(Untuned, device.put)
+    run, expected = Run(Untuned, device.put), Run(Untuned, device.put)
     for gradient in GOOD:
-        scaled_step(run, device.put, scaled(gradient, 1024), scale=1024.0, found_inf=0.0)
-        steps(expected, device.put, [gradient])
-    assert_same(values(run), values(expected))
-
-
-def test_an_overflow_that_the_scaler_has_found_changes_nothing(device):
-    opt = small(Untuned, device.put)
-    steps(opt, device.put, GOOD[:2])
-    before = whole_state(opt)
-    scaled_step(opt, device.put, INFINITE, scale=1024.0, found_inf=1.0)
-    assert_same(whole_state(opt), before)
+        run.scaled_step(gradient, scale=1024.0, found_inf=0.0)
+        expected.steps(gradient)
+    assert_same(run.values(), expected.values())
 
 
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_a_scaled_step_does_not_wait_for_the_device(device, found_inf):
-    opt = small(Untuned, device.put)
-    steps(opt, device.put, GOOD[:2])
+    run = Run(Untuned, device.put)
+    run.steps(*GOOD[:2])
     device.reset()
-    scaled_step(opt, device.put, GOOD[2], scale=2.0, found_inf=found_inf)
+    run.scaled_step(GOOD[2], scale=2.0, found_inf=found_inf)
     assert (device.counts.syncs, device.counts.h2d) == (0, 0)
 
 
 @pytest.mark.parametrize("with_scaler", [True, False])
-def test_an_overflow_that_the_scaler_has_found_is_no_error(device, with_scaler):
-    opt = small(Untuned, device.put)
-    scaled_step(opt, device.put, INFINITE, scale=1024.0, found_inf=1.0)
+def test_an_overflow_that_the_scaler_has_found_changes_nothing_and_is_no_error(device, with_scaler):
+    run = Run(Untuned, device.put)
+    run.steps(*GOOD[:2])
+    before = run.everything()
+    run.scaled_step(INFINITE, scale=1024.0, found_inf=1.0)
+    assert_same(run.everything(), before)
     if with_scaler:
-        scaled_step(opt, device.put, GOOD[0], scale=1024.0, found_inf=0.0)
+        run.scaled_step(GOOD[0], scale=1024.0, found_inf=0.0)
     else:
-        steps(opt, device.put, GOOD[:1])
-    assert opt.grad_evaluations == 1
+        run.steps(GOOD[0])
+    assert run.opt.grad_evaluations == 3

@@ -21,45 +21,32 @@ def start(folder, samples):
     )  # fmt: skip
 
 
-def final_state(folder):
+def finished(folder, samples):
+    """Train to the end, from where the run stands; return the state there."""
+    process = start(folder, samples)
+    assert "training loss" in process.communicate()[0]
+    assert process.returncode == 0
     return torch.load(folder / "checkpoint.pt", weights_only=True)
 
 
-def killed_and_resumed(folder, samples, kills, rng):
-    """Kill the run `kills` times while it trains; return how often a pair was pending."""
-    pending = done = 0
-    while done < kills:
-        process = start(folder, samples)
-        assert "starting from" in process.stdout.readline()  # it trains now
-        time.sleep(rng.uniform(0.0, 0.15))
-        process.send_signal(signal.SIGKILL)
-        out = process.communicate()[0]
-        if process.returncode == -signal.SIGKILL:
-            done += 1
-        else:  # it had finished: the kill came too late
-            assert "training loss" in out
-            break
-        if (folder / "checkpoint.pt").exists():
-            saved = final_state(folder)
-            assert saved["taken"] < samples
-            pending += any(
-                s.get("scalars", {}).get("phase") == 2 for s in saved["opt"]["state"].values()
-            )
-    process = start(folder, samples)
-    out, _ = process.communicate()
-    assert process.returncode == 0
-    assert "training loss" in out
-    return done, pending
+def is_pending(folder):
+    if not (folder / "checkpoint.pt").exists():
+        return False
+    saved = torch.load(folder / "checkpoint.pt", weights_only=True)
+    entries = saved["opt"]["state"].values()
+    return any(entry.get("scalars", {}).get("phase") == 2 for entry in entries)
 
 
 @pytest.mark.long
 def test_killed_runs_end_bit_identical(tmp_path):
-    kills, samples = 20, 1000
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    process = start(whole, samples)
-    process.communicate()
-    assert process.returncode == 0
-    done, pending = killed_and_resumed(broken, samples, kills, random.Random(0))
-    assert done == kills, "the run must be long enough to be killed that often"
-    assert_same(final_state(whole), final_state(broken))
-    assert pending > 0  # some of them fell between the two evaluations
+    rng, pending = random.Random(0), 0
+    for _ in range(20):
+        process = start(tmp_path / "killed", 1000)
+        assert "starting from" in process.stdout.readline()  # it trains now
+        time.sleep(rng.uniform(0.0, 0.15))
+        process.send_signal(signal.SIGKILL)
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the run must be long enough to be killed"
+        pending += is_pending(tmp_path / "killed")
+    assert_same(finished(tmp_path / "killed", 1000), finished(tmp_path / "whole", 1000))
+    assert pending > 0  # some kills fell between the two evaluations

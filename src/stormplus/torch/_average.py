@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 import warnings
-from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -11,55 +11,53 @@ from torch import Tensor
 
 from stormplus import untuned_rule as rule
 from stormplus.torch._base import BaseOptimizer, outside_inference_mode
-from stormplus.torch._checkpoint import BufferSpec, scalars_of
-from stormplus.torch._constants import TensorConstants
+from stormplus.torch._checkpoint import scalars_of
 from stormplus.torch._sharding import is_dtensor, local, reshard
-from stormplus.torch._tensors import State, TensorGroup, parameter_name, user_stacklevel
+from stormplus.torch._tensors import (
+    BufferKind,
+    State,
+    TensorGroup,
+    parameter_name,
+    user_stacklevel,
+    wide_dtype,
+)
 from stormplus.torch.kernels import plain
-from stormplus.untuned_rule import INTERPOLATION
 
 
 class AveragedOptimizer(BaseOptimizer):
     """Parameters y between a fast iterate z and its average x, of which `z_minus_x` is stored."""
 
-    _temporary: ClassVar[dict[str, BufferSpec]] = {"iterate": BufferSpec(wide=False)}
+    _state_dtype: torch.dtype | None  # of z_minus_x and grad_rms; None: the parameters' precision
     _compared = 0  # the generation whose parameters were compared with the state
     _left_by_eval: tuple[int, dict[int, int]] = (-1, {})  # the generation, and versions by id
 
-    _constants_key: Any = None
-    _given: Any = None  # the options of the last step
-
-    def _constants(self) -> TensorConstants:
-        trainable = [info.p.requires_grad for info in self._infos]
-        key = self._per_tensor, self._per_tensor.on_host, trainable
-        if key != self._constants_key:
-            self._constants_kept = TensorConstants(self._infos, self._per_tensor)
-            self._constants_key, self._given = key, None  # the options are per tensor too
-        return self._constants_kept
-
     def _start(self, groups: list[TensorGroup]) -> None:
         """Let tensors that get their first gradient start from where they are."""
-        table, tensors, parts = self._per_tensor, self._constants(), []
+        table, xp = self._per_tensor, np if self._per_tensor.on_host else torch
+        columns = sorted(column for group in groups for column in group.columns)
+        infos, (_, mask) = [self._infos[column] for column in columns], table.select(columns)
+        constants = np.array([_constants(info.p) for info in infos]).T
+        names = ("size", "sample_count", "natural_scale")
+        table.write(dict(zip(names, table.spread(constants, columns))), mask)
+        rows, parts = table.rows, []
         for group in groups:
             squares = torch.stack([plain.square_norm(x) for x in group.params])
             parts.append((group.process_groups, table.spread((squares,), group.columns)))
-        rms = (self._total(parts, (1, len(self._infos)))[0] / tensors.size) ** 0.5
-        xp = np if table.on_host else torch
-        ceiling = rule.distance_ceiling(rms, tensors.natural_scale, xp)
-        columns = [column for group in groups for column in group.columns]
-        if table.on_host and not np.isfinite(ceiling[columns]).all():
-            bad = next(column for column in columns if not np.isfinite(ceiling[column]))
-            name = parameter_name(self.param_groups, self._infos[bad].p)
-            self._fail(f"{name} is not finite; nothing has moved")
+        rms = (self._total(parts)[0] / rows["size"]) ** 0.5
+        ceiling = rule.distance_ceiling(rms, rows["natural_scale"], xp)
+        if table.on_host:
+            for info in infos:
+                if not math.isfinite(ceiling[info.column]):
+                    name = parameter_name(self.param_groups, info.p)
+                    self._fail(f"{name} is not finite; nothing has moved")
         for group in groups:
             for x, z_1, sample in zip(group.params, group.initial_sample, group.samples):
                 sample.store(x, z_1, group.process_groups)
             for x, master in zip(group.params, group.masters):
                 master.copy_(x)
-        begun = {"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}
-        table.write(begun, table.mask(columns))
-        for column in columns:
-            self._infos[column].state["started"] = 1
+        table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
+        for info in infos:
+            info.state["started"] = 1
 
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
@@ -169,6 +167,15 @@ class AveragedOptimizer(BaseOptimizer):
             }
         return found | {"grad_evaluations": float(self.grad_evaluations)}
 
+    def _buffers(self, p: Tensor) -> dict[str, BufferKind]:
+        wide = wide_dtype(p.dtype)
+        # bfloat16 has no complex numbers: pairs of reals.
+        pairs = (*p.shape, 2) if self._state_dtype and p.is_complex() else None
+        stored = BufferKind(self._state_dtype or wide, pairs)
+        sample = BufferKind(wide.to_real() if wide.is_complex else wide, (_sample_count(p),))
+        kinds = {"z_minus_x": stored, "grad_rms": stored, "initial_sample": sample}
+        return kinds if wide == p.dtype else kinds | {"master": BufferKind(wide)}
+
     def _check_loaded(self, state_dict: State) -> None:
         entries = [e for e in state_dict["state"].values() if isinstance(e, dict)]
         if scalars_of(state_dict)["averaged"] and any(
@@ -185,4 +192,17 @@ def _average(state: State) -> Tensor:
     """Return the local part of x, from the iterate that `eval()` keeps."""
     master = state.get("master")
     y = plain.full_precision(local(state["iterate"]), None if master is None else local(master))
-    return y - (1 - INTERPOLATION) * local(state["z_minus_x"]).to(y)
+    return y - (1 - rule.INTERPOLATION) * local(state["z_minus_x"]).to(y)
+
+
+def _constants(p: Tensor) -> tuple[float, float, float]:
+    """Return the number of elements, how many are sampled, and the natural scale."""
+    shape = (*p.shape, 2) if p.is_complex() else p.shape
+    size = math.prod(shape)
+    inputs = size // shape[0] if len(shape) > 1 else size
+    return size, _sample_count(p), rule.natural_scale(inputs)
+
+
+def _sample_count(p: Tensor) -> int:
+    size = p.numel() * (2 if p.is_complex() else 1)
+    return -(-size // rule.sample_stride(size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -15,10 +14,10 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stormplus.torch import _checkpoint
-from stormplus.torch._checkpoint import BufferSpec
-from stormplus.torch._checks import SkippedSteps, check_options, check_whole, reject_gradient
+from stormplus.torch._checks import check_options, check_whole, reject_gradient
 from stormplus.torch._sharding import (
     ProcessGroups,
+    Sample,
     local,
     local_gradient,
     mesh_groups,
@@ -26,8 +25,8 @@ from stormplus.torch._sharding import (
     sum_over_processes,
 )
 from stormplus.torch._tensors import (
+    BufferKind,
     ParamInfo,
-    Participant,
     ScalarTable,
     State,
     TensorGroup,
@@ -58,27 +57,19 @@ class BaseOptimizer(Optimizer, ABC):
 
     _shared_numbers: ClassVar[Mapping[str, float]]  # what all parameters share, initially
     _tensor_numbers: ClassVar[Mapping[str, float]] = {}  # what each parameter has, initially
+    _buffer_names: ClassVar[tuple[str, ...]]  # what `_buffers` may return
     _attributes: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has besides its state
-    _temporary: ClassVar[Mapping[str, BufferSpec]] = {}  # buffers that exist for a while only
-    _constructing = _resetting = _trainer_checked = False
+    _trainer_checked = False
+    _skips_reported = 0.0
+    _skips_on_host: Tensor | None = None  # how many steps a device has skipped, one step late
 
-    def __init__(
-        self,
-        params: Any,
-        defaults: dict[str, Any],
-        *,
-        buffers: Mapping[str, BufferSpec],
-        check_finite: bool,
-    ) -> None:
-        self._buffers, self._check_finite = dict(buffers), check_finite
+    def __init__(self, params: Any, defaults: dict[str, Any], *, check_finite: bool) -> None:
+        self._check_finite = check_finite
         self._scalars: State = {}
-        self._infos: list[ParamInfo] = []
+        self._infos: list[ParamInfo] = []  # empty during construction
         self._pass_hooks: OrderedDict[int, Callable[[Any, str], Any]] = OrderedDict()
-        self._skips = SkippedSteps()
         self.generation = 0
-        self._constructing = True
         super().__init__(params, defaults)
-        self._constructing = False
         if not self.parameters():
             raise ValueError("the optimizer got parameter groups with no parameter in them")
         self._adopt_parameters()
@@ -91,7 +82,11 @@ class BaseOptimizer(Optimizer, ABC):
     def _initial_scalars(self) -> State:
         """Return the integers and bytes in `scalars` before the first step."""
 
-    def _check_options(self, group: dict[str, Any]) -> None:
+    @abstractmethod
+    def _buffers(self, p: Tensor) -> dict[str, BufferKind]:
+        """Return which buffers a parameter has."""
+
+    def _check_options(self, group: dict[str, Any], *, added: bool) -> None:
         """Raise if a parameter group's own options make no sense."""
 
     def _check_loaded(self, state_dict: State) -> None:
@@ -104,12 +99,12 @@ class BaseOptimizer(Optimizer, ABC):
     @property
     def grad_evaluations(self) -> int:
         """How many gradients have been used. Reading it waits for the device."""
-        return int(self._shared.rows["grad_evaluations"][0])
+        return int(self._scalars["grad_evaluations"])
 
     @property
     def skipped(self) -> int:
         """How many samples a device has skipped. Reading it waits for the device."""
-        return int(self._shared.rows["skipped"][0])
+        return int(self._scalars["skipped"])
 
     def register_pass_hook(self, hook: Callable[[Any, str], Any]) -> RemovableHandle:
         """Call `hook(opt, event)` around each pass, until `handle.remove()` of what this returns.
@@ -126,51 +121,53 @@ class BaseOptimizer(Optimizer, ABC):
 
     # -- sums over tensors and processes, and numbers that are not finite ------------------------
 
-    def _total(
-        self, parts: list[tuple[ProcessGroups, Any]], shape: Any = (), *, agree: bool = False
-    ) -> Any:
+    def _total(self, parts: list[tuple[ProcessGroups, Any]], *, agree: bool = False) -> Any:
         """Add up numbers over groups of tensors and processes. Every rank must call this.
 
         Args:
             parts: For each `TensorGroup` its process groups and its numbers.
-            shape: Of the numbers of each.
             agree: Average over replicas too: a NaN on one of them is then a NaN on all.
         """
-        like, on_host = self._shared.tensor, self._shared.on_host
-        if not self._mesh_groups:
-            if on_host:
-                numbers = [np.asarray(numbers) for _, numbers in parts]
-                return numbers[0] if len(numbers) == 1 else np.sum(numbers, axis=0)
-            if len(parts) == 1:
-                return _as_tensor(parts[0][1], like)
-        everyone = tuple(self._mesh_groups)
-        keys = [everyone] if agree else self._process_groups
-        shares = {key: like.new_zeros(shape) for key in keys}
-        for groups, numbers in parts:
-            share = _as_tensor(numbers, like)
-            replicas = set(everyone) - set(groups) if agree else ()
-            if replicas:
-                share = share / math.prod(group.size() for group in replicas)
-            key = everyone if agree else groups
-            shares[key] = shares[key] + share
-        total = sum_over_processes(shares)
+        on_host, like = self._shared.on_host, self._shared.tensor
+        if on_host and not self._mesh_groups:
+            numbers = [np.asarray(numbers) for _, numbers in parts]
+            return numbers[0] if len(numbers) == 1 else np.sum(numbers, axis=0)
+        shares = [(groups, _as_tensor(numbers, like)) for groups, numbers in parts]
+        total = sum_over_processes(shares, self._mesh_groups if agree else self._shard_groups)
         return total.numpy() if on_host else total
 
     def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
         """Look for gradients that are not finite: raise on the CPU, return a flag on a device."""
-        if self._skips.on_host is not None and (message := self._skips.message()):
-            self._fail(message)
-        if not self._check_finite:
+        if self._skips_on_host is not None and float(self._skips_on_host) > self._skips_reported:
+            self._skips_reported = float(self._skips_on_host)
+            self._fail(
+                "a gradient was not finite in an earlier step, which the device has skipped "
+                f"({self._skips_reported:.0f} so far); {NOTHING_MOVED}"
+            )
+        if not (self._check_finite and groups):
             return None
         parts = [(group.process_groups, group.kernels.any_nonfinite(group)) for group in groups]
-        if self._shared.on_host:
-            if self._total(parts, agree=True) > 0:
-                self._fail_nonfinite(NOTHING_MOVED)
-            return None
-        if len(parts) == 1 and isinstance(parts[0][1], Tensor) and not self._mesh_groups:
-            return parts[0][1]
-        total: Tensor = self._total(parts, agree=True)
-        return total > 0
+        found = parts[0][1]
+        if self._mesh_groups or len(parts) > 1:
+            found = self._total(parts, agree=True) > 0
+        if not self._shared.on_host:
+            flag: Tensor = found.to(self._shared.tensor.device, non_blocking=True)
+            return flag
+        if found:
+            self._fail_nonfinite(NOTHING_MOVED)
+        return None
+
+    def _count_skip(self, skip: Tensor) -> None:
+        """Count a step on a device if the flag is set, and let the host know one step late."""
+        count = self._shared.rows["skipped"][0].add_(skip)
+        # A device without events, as XLA, would be waited for.
+        module = getattr(torch, count.device.type, None)
+        if torch.compiler.is_compiling() or not hasattr(module, "Event"):
+            return
+        if self._skips_on_host is None:
+            pinned = count.device.type in ("cuda", "xpu")
+            self._skips_on_host = torch.zeros((), dtype=count.dtype, pin_memory=pinned)
+        self._skips_on_host.copy_(count, non_blocking=True)
 
     def _fail_nonfinite(self, advice: str) -> NoReturn:
         self._fail(f"{describe_nonfinite(self.param_groups)}; {advice}")
@@ -187,22 +184,22 @@ class BaseOptimizer(Optimizer, ABC):
         part_names(param_group)
         super().add_param_group(param_group)
         try:
-            self._check_group(self.param_groups[-1])
+            self._check_group(self.param_groups[-1], added=True)
         except Exception:
             self.param_groups.pop()  # a rejected group leaves no trace
             raise
-        if not self._constructing:
+        if self._infos:
             self._adopt_parameters()
 
-    def _check_group(self, group: dict[str, Any]) -> None:
+    def _check_group(self, group: dict[str, Any], *, added: bool) -> None:
         check_options(group)
-        self._check_options(group)
+        self._check_options(group, added=added)
         check_whole(group["params"])
 
     @outside_inference_mode()
     def _adopt_parameters(self) -> None:
         """Make state for new parameters, drop that of removed ones, and build the tables."""
-        params, known = self.parameters(), {id(info.p): info for info in self._infos}
+        params = self.parameters()
         present = set(params)
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
             del self.state[p]
@@ -210,26 +207,23 @@ class BaseOptimizer(Optimizer, ABC):
             identity = _checkpoint.encode(self._identity())
             self._scalars = {"format": _checkpoint.FORMAT, "identity": identity}
             self._scalars |= self._initial_scalars()
-        self._infos = []
-        self._group_keys: dict[Any, int] = {}
+        self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
                 info = ParamInfo(p, group, self.state[p], len(self._infos), norm_groups(p))
                 info.state.setdefault("started", 0)
-                if id(p) in known and known[id(p)].state is info.state:
-                    info.layout, info.sample = known[id(p)].layout, known[id(p)].sample
                 if p.requires_grad:
                     self._place_buffers(info)
                 self._infos.append(info)
-        self._known_groups = [(group, _ids(group)) for group in self.param_groups]
+        self._known_groups = _group_ids(self.param_groups)
         # In the same order on every rank.
-        self._process_groups = list(dict.fromkeys(info.process_groups for info in self._infos))
         self._mesh_groups = list(dict.fromkeys(g for p in params for g in mesh_groups(p)))
+        shard_groups = (g for info in self._infos for g in info.process_groups)
+        self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_scalars()
         device, states = self._keeper.device, [info.state for info in self._infos]
         self._shared = ScalarTable(self._shared_numbers, [self._scalars], device)
         self._per_tensor = ScalarTable(self._tensor_numbers, states, device)
-        self._tables = [self._shared, self._per_tensor] if self._tensor_numbers else [self._shared]
 
     def _place_scalars(self) -> None:
         """Keep `scalars` in the state of the last trainable parameter."""
@@ -240,124 +234,135 @@ class BaseOptimizer(Optimizer, ABC):
         self.state[self._keeper]["scalars"] = self._scalars
 
     def _refresh(self) -> None:
-        """Adopt parameters if the groups have changed; raise if the state was edited."""
+        """Adopt parameters if the groups have changed; raise if the state was emptied."""
         compiling = torch.compiler.is_compiling()
         self._traced = compiling or torch._C._len_torch_dispatch_stack() > 0
-        for table in self._tables:
-            on_host = table.has_values and not compiling
-            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
-            if moved or on_host != table.on_host:
-                table.bind()
-        unchanged = len(self.param_groups) == len(self._known_groups) and all(
-            group is known and _ids(group) == ids
-            for group, (known, ids) in zip(self.param_groups, self._known_groups)
-        )
-        if not unchanged or self._shared.tensor.device != self._keeper.device:
-            self._adopt_parameters()
         found = self.state.get(self._keeper, {}).get("scalars")
-        if found is self._scalars:
-            return
-        if not isinstance(found, dict) or found.keys() != self._scalars.keys():
+        if found is None:
             raise RuntimeError(
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
                 "with opt.load_state_dict()"
             )
-        self.state[self._keeper]["scalars"] = self._scalars  # Lightning copies dictionaries
+        if (
+            found is not self._scalars  # Lightning copies dictionaries
+            or _group_ids(self.param_groups) != self._known_groups
+            or self._shared.tensor.device != self._keeper.device
+        ):
+            self._scalars = found
+            self._adopt_parameters()
+        for table in (self._shared, self._per_tensor):
+            on_host = table.has_values and not compiling
+            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
+            if moved or on_host != table.on_host:
+                table.bind()
 
     @outside_inference_mode()
     def _follow_parameters(self) -> None:
         """Let the state follow parameters that were moved, frozen or unfrozen."""
         self._refresh()
         for info in self._infos:
-            if not info.p.requires_grad:
-                if not info.state["started"]:  # else only a step without it frees its buffers
-                    self._release(info)
-            elif _layout(info.p) != info.layout:
+            if info.p.requires_grad:
                 self._place_buffers(info)
+            elif not info.state["started"]:  # else only a step without it frees its buffers
+                self._release(info)
         self._place_scalars()
 
     @outside_inference_mode()
     def _place_buffers(self, info: ParamInfo) -> None:
         """Make a parameter's buffers, or let them follow it after `.to()`."""
-        info.process_groups = norm_groups(info.p)  # raises if it was sharded by FSDP1 meanwhile
-        for name, spec in self._buffers.items():
-            spec.place(info.p, info.state, name)
-        info.layout, info.sample, info.kernels_key = _layout(info.p), None, None
+        p, state, kinds = info.p, info.state, self._buffers(info.p)
+        info.process_groups = norm_groups(p)  # raises if it was sharded by FSDP1 meanwhile
+        for name in self._buffer_names:
+            if name in kinds:
+                state[name] = kinds[name].placed(p, state.get(name))
+            else:
+                state.pop(name, None)
+        info.layout = p.device, p.dtype, p.shape, p.stride()
 
     def _release(self, info: ParamInfo) -> None:
         """Free the buffers of a frozen parameter; it starts over if it is unfrozen."""
-        for name in self._buffers:
+        for name in self._buffer_names:
             info.state.pop(name, None)
-        info.layout, info.state["started"], info.kernels_key = None, 0, None
+        info.state["started"], info.key, info.layout = 0, None, None
         self._per_tensor.reset_column(info.column)
 
-    def _participants(self, *, missing_is_zero: bool) -> list[Participant]:
-        """Return the parameters that take part in a pass.
+    def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
+        """Sort the parameters that take part in a pass into groups, without their buffers.
 
         A parameter waits for its first gradient; one that was frozen loses its buffers. If
         `missing_is_zero`, one that has started takes part without a gradient too.
         """
         self._refresh()
-        found, traced = [], self._traced
+        groups: dict[Any, TensorGroup] = {}
+        traced = self._traced
         for info in self._infos:
             p, g, state = info.p, info.p.grad, info.state
+            started = state["started"]
             if not p.requires_grad:
-                if state["started"]:
+                if started:
                     self._release(info)
                 continue
             if g is None:
-                if not (missing_is_zero and state["started"]):
+                if not (missing_is_zero and started):
                     continue
                 g = torch.zeros_like(p)
-            if g.layout != torch.strided or g.shape != p.shape:
+            if g.layout != torch.strided:
                 reject_gradient(self.param_groups, p, g)
             # Compared, because choosing a backend takes a third of a step of 8 small tensors.
-            foreach = info.options.get("foreach")
-            key = p.device, p.dtype, p.shape, p.stride(), g.dtype, g.stride(), foreach, traced
-            if key != info.kernels_key:
-                self._prepare(info, g, foreach)
-                info.kernels_key = key
+            key = p.device, p.dtype, p.shape, p.stride(), g.dtype, g.stride(), traced
+            if key != info.key:
+                self._prepare(info, g)
+                info.key = key
             if info.kernels is None:
                 continue  # it has no elements
             if traced or g.is_neg():  # cheaper than the call below; it cannot be traced
                 g = g.resolve_neg()
-            x = p
-            if not info.plain:
+            if info.plain:
+                x = p
+            else:
                 x, g, state = local(p), local_gradient(p, g), self._local_buffers(info)
-            found.append((info, info.kernels, x, g, state))
-        return found
+            group = groups.get((info.group_key, started))
+            if group is None:
+                group = TensorGroup(info.options, info.kernels, x.device, info.process_groups)
+                group.first = not started
+                groups[info.group_key, started] = group
+            group.columns.append(info.column)
+            group.params.append(x)
+            group.grads.append(g)
+            group.states.append(state)
+        return list(groups.values())
 
-    def _prepare(self, info: ParamInfo, g: Tensor, foreach: bool | None) -> None:
+    def _prepare(self, info: ParamInfo, g: Tensor) -> None:
         """Place a parameter's buffers if it has changed, and choose its backend."""
         p = info.p
-        if _layout(p) != info.layout:
+        if g.shape != p.shape:
+            reject_gradient(self.param_groups, p, g)
+        if info.layout != (p.device, p.dtype, p.shape, p.stride()):
             self._place_buffers(info)
-        x, g, state = local(p), local_gradient(p, g), self._local_buffers(info)
         info.plain, info.kernels = type(p) in _PLAIN and not p.is_complex(), None
         if not p.numel():
             return
+        x, g = local(p), local_gradient(p, g)
         if x.device.type == "cpu" and not self._shared.on_host and not self._traced:
             info.kernels = plain  # the flag to skip is on another device
         else:
-            like = [state[k] for k in self._buffers if k in state and k != "initial_sample"]
-            info.kernels = choose_kernels([x, g, *like], foreach)
-        name = info.kernels.__name__
-        key = id(info.options), name, x.device, x.dtype, info.process_groups
+            alike = [t for t in self._local_buffers(info).values() if t.shape == x.shape]
+            info.kernels = choose_kernels([x, g, *alike], info.options.get("foreach"))
+        options = id(info.options)
+        if self._tensor_numbers:  # then the options are per tensor too, and groups share a pass
+            options, info.sample = 0, info.sample or Sample(p)
+        key = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
         info.group_key = self._group_keys.setdefault(key, len(self._group_keys))
 
     def _local_buffers(self, info: ParamInfo) -> dict[str, Tensor]:
-        return {name: local(info.state[name]) for name in self._buffers if name in info.state}
+        return {name: local(info.state[name]) for name in self._buffer_names if name in info.state}
 
     def reset(self) -> None:
         """Start over: the state is as after construction, with the parameters as they are."""
-        self._resetting = True
-        try:
-            for group in self.param_groups:
-                self._check_group(group)  # before anything is lost
-        finally:
-            self._resetting = False
+        for group in self.param_groups:
+            self._check_group(group, added=False)  # before anything is lost
         self.state.clear()
-        self._scalars, self._infos = {}, []
+        self._scalars = {}
         self.generation += 1
         self._adopt_parameters()
 
@@ -385,23 +390,24 @@ class BaseOptimizer(Optimizer, ABC):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state so that the run continues bit by bit; another optimizer's is rejected."""
         saved: State = {}
-        buffers = {**self._buffers, **self._temporary}
 
         def check(_: Optimizer, loaded: State) -> None:
             _checkpoint.check_loadable(loaded, self._identity(), type(self).__name__)
-            _checkpoint.check_complete(loaded, self.defaults, self.parameters(), buffers)
+            kinds = [(p, self._buffers(p)) for p in self.parameters()]
+            _checkpoint.check_complete(loaded, self.defaults, kinds)
             self._check_loaded(loaded)
             saved.update(loaded)
 
         def restore(_: Optimizer) -> None:
             # torch has cast every tensor to its parameter's dtype; use the saved ones instead.
             for i, p in zip(_checkpoint.ids(saved), self.parameters()):
-                self.state[p] = _checkpoint.restored(saved["state"].get(i, {}), p, buffers)
+                entry = _checkpoint.copied(saved["state"].get(i, {}))
+                entry.pop("scalars", None)
+                self.state[p] = entry
             self._scalars = _checkpoint.copied(_checkpoint.scalars_of(saved))
-            self._infos = []
-            self._adopt_parameters()
-            self._skips = SkippedSteps(float(self._scalars["skipped"]))
+            self._skips_reported, self._skips_on_host = float(self._scalars["skipped"]), None
             self.generation += 1
+            self._adopt_parameters()
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),  # after the user's own
@@ -414,7 +420,7 @@ class BaseOptimizer(Optimizer, ABC):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_check_finite", "_buffers", "generation", "_skips", *self._attributes)
+        names = ("_check_finite", "generation", "_skips_reported", *self._attributes)
         # Views of one table would be pickled with the whole table each.
         (shared,), per_tensor = self._shared.snapshot(), self._per_tensor.snapshot()
         state = defaultdict(dict, self.state)
@@ -427,12 +433,12 @@ class BaseOptimizer(Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "_scalars" in state:  # a copy; torch's loader calls this too
-            self._pass_hooks, self._infos = OrderedDict(), []
+            self._pass_hooks = OrderedDict()
             self._adopt_parameters()
 
 
-def _ids(group: dict[str, Any]) -> list[int]:
-    return list(map(id, group["params"]))
+def _group_ids(groups: list[dict[str, Any]]) -> list[list[int]]:
+    return [[id(group), *map(id, group["params"])] for group in groups]
 
 
 def _as_tensor(numbers: Any, like: Tensor) -> Tensor:
@@ -442,7 +448,3 @@ def _as_tensor(numbers: Any, like: Tensor) -> Tensor:
         return numbers.to(like, non_blocking=True)
     # Without a dtype, Python floats would become float32.
     return torch.as_tensor(numbers, dtype=like.dtype, device="cpu").to(like, non_blocking=True)
-
-
-def _layout(p: Tensor) -> tuple[Any, ...]:
-    return p.device, p.dtype, p.shape, p.stride()

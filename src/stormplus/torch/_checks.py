@@ -95,38 +95,6 @@ def require_pairs(opt: object, what: str, instead: str = "opt.step()") -> None:
         )
 
 
-class SkippedSteps:
-    """Learns without waiting how many steps a device has skipped, to report each one once."""
-
-    def __init__(self, reported: float = 0.0) -> None:
-        self._reported = reported
-        self.on_host: Tensor | None = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"_reported": self._reported, "on_host": None}
-
-    def start_copy(self, count: Tensor) -> None:
-        """Start copying the count to the host."""
-        # A device without events, as XLA, would be waited for.
-        module = getattr(torch, count.device.type, None)
-        if torch.compiler.is_compiling() or not hasattr(module, "Event"):
-            return
-        if self.on_host is None:
-            pinned = count.device.type in ("cuda", "xpu")
-            self.on_host = torch.zeros((), dtype=count.dtype, pin_memory=pinned)
-        self.on_host.copy_(count, non_blocking=True)
-
-    def message(self) -> str:
-        """Return what to say of steps that were not reported; "" if the host knows of none."""
-        if self.on_host is None or float(self.on_host) <= self._reported:
-            return ""
-        self._reported = float(self.on_host)
-        return (
-            f"a gradient was not finite in an earlier step, which the device has skipped "
-            f"({self._reported:.0f} so far); nothing has moved: go on with another sample"
-        )
-
-
 NO_LR = (
     "Untuned() accepts only params positionally; it has no learning rate, and Adam's 1e-3 would "
     "all but stop the run. Leave it out; a scheduler multiplies param_groups[...]['lr'], which is "

@@ -28,19 +28,22 @@ def pair_lock() -> Iterator[None]:
 
 
 class RandomStreams:
-    """A snapshot of random streams: the CPU's, the devices', and the user's generators.
-
-    A device whose random state torch cannot read (XLA) is left out.
-    """
+    """A snapshot of random streams: the CPU's, the devices', and the user's generators."""
 
     def __init__(
         self, devices: Iterable[torch.device], generators: tuple[torch.Generator, ...]
     ) -> None:
-        self._devices = [device for device in devices if _rng_module(device) is not None]
+        # Without devices whose random state torch cannot read, as XLA's.
+        modules = [(device, getattr(torch, device.type, None)) for device in devices]
+        self._modules: list[tuple[torch.device, Any]] = [
+            (device, module)
+            for device, module in modules
+            if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state")
+        ]
         self._generators = generators
         self._states = [
             torch.get_rng_state(),
-            *(_rng_module(device).get_rng_state(device) for device in self._devices),
+            *(module.get_rng_state(device) for device, module in self._modules),
             *(generator.get_state() for generator in generators),
         ]
 
@@ -48,9 +51,9 @@ class RandomStreams:
         """Set the streams back to the snapshot."""
         cpu, *others = self._states
         torch.set_rng_state(cpu)
-        for device, state in zip(self._devices, others):
-            _rng_module(device).set_rng_state(state, device)
-        for generator, state in zip(self._generators, others[len(self._devices) :]):
+        for (device, module), state in zip(self._modules, others):
+            module.set_rng_state(state, device)
+        for generator, state in zip(self._generators, others[len(self._modules) :]):
             generator.set_state(state)
 
     @property
@@ -65,10 +68,10 @@ class RandomStreams:
     def unpack(self, packed: Tensor) -> None:
         """Replace the snapshot by one that `pack` has returned."""
         sizes = [state.numel() for state in self._states]
-        if packed.numel() != sum(sizes):
+        if packed.numel() != self.size:
             raise RuntimeError(
                 f"the checkpoint holds {packed.numel()} bytes of random state, this process "
-                f"has {sum(sizes)}: resume with the same devices and generators"
+                f"has {self.size}: resume with the same devices and generators"
             )
         # Clones: Generator.set_state crashes on a view with an offset (torch 2.13).
         self._states = [piece.clone() for piece in torch.split(packed.cpu(), sizes)]
@@ -130,14 +133,6 @@ class RandomReplay:
             rng.copy_(packed)
         else:
             self._scalars["rng"] = packed  # of other devices
-
-
-def _rng_module(device: torch.device) -> Any:
-    """Return torch.cuda for a CUDA device, say; None for the CPU and where no state can be read."""
-    if device.type in ("cpu", "meta"):
-        return None
-    module = getattr(torch, device.type, None)
-    return module if hasattr(module, "get_rng_state") else None
 
 
 class FreshGradients:

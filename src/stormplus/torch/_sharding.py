@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from itertools import chain
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -173,9 +173,8 @@ def is_dense(t: Tensor) -> bool:
 def reshard() -> None:
     """Make FSDP2 drop gathered parameters; call this before parameters are written to.
 
-    Only a backward pass releases a root's parameters. After a forward pass without one, as in a
-    validation, the next pass would not see what is written to the shards. Parameters do not know
-    their modules, so all modules of the process gather theirs again.
+    Only a backward pass releases a root's parameters: after a validation the next pass would not
+    see what is written to the shards. Parameters do not know their modules, so all gather again.
     """
     known = sys.modules.get("torch.distributed._composable_state")
     for module in list(getattr(known, "_module_state_mapping", ())):
@@ -191,20 +190,20 @@ def mesh_groups(p: Tensor) -> ProcessGroups:
     return tuple(mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1)
 
 
-def sum_over_processes(shares: dict[ProcessGroups, Tensor]) -> Tensor:
-    """Return the sum of all shares, each added up over its process groups.
+def sum_over_processes(
+    parts: Sequence[tuple[ProcessGroups, Tensor]], groups: Sequence[Any]
+) -> Tensor:
+    """Return the sum of all parts, each added up over its process groups.
 
-    This takes one all-reduce per group, whatever the number of rows and parameters.
-
-    Args:
-        shares: By process groups, in the same order on every rank: a rank whose shard is empty has
-            zeros, and must take part.
+    This takes one all-reduce for each of `groups`, which are in the same order on every rank. A
+    part that a group does not shard is averaged over it: its processes have the same part.
     """
-    for group in dict.fromkeys(chain.from_iterable(shares)):
-        members = [groups for groups in shares if group in groups]
-        joined = torch.stack([shares[groups] for groups in members])
-        torch.distributed.all_reduce(joined, group=group)
-        shares |= dict(zip(members, joined))
-    if len(shares) == 1:
-        return next(iter(shares.values()))
-    return torch.stack(list(shares.values())).sum(dim=0)
+    shares = []
+    for own, part in parts:
+        copies = [group.size() for group in groups if group not in own]
+        shares.append(part / math.prod(copies) if copies else part)
+    # Contiguous: an all-reduce adds in the order of memory, and a transposed part would mix rows.
+    total = shares[0].contiguous() if len(shares) == 1 else torch.stack(shares).sum(dim=0)
+    for group in groups:
+        torch.distributed.all_reduce(total, group=group)
+    return total

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -51,7 +51,7 @@ class Objective(NamedTuple):
 
 _MINIMIZE = Objective(sign=1.0, l2=0.0)
 _LISTS = (
-    *("columns", "params", "grads", "estimators"),
+    *("columns", "params", "grads", "states", "estimators"),
     *("z_minus_x", "grad_rms", "initial_sample", "masters", "samples"),
 )
 
@@ -71,6 +71,7 @@ class TensorGroup:
     columns: list[int] = field(default_factory=list)  # their places among all parameters
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
+    states: list[State] = field(default_factory=list)  # local buffers by name
     # PairedOptimizer
     objective: Objective = _MINIMIZE
     estimators: list[Tensor] = field(default_factory=list)
@@ -91,6 +92,31 @@ class TensorGroup:
         return part
 
 
+class BufferKind(NamedTuple):
+    """What kind of tensor a parameter has in its state."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...] | None = None  # None: sharded and laid out as the parameter
+
+    def shape_for(self, p: Tensor) -> tuple[int, ...]:
+        return tuple(p.shape) if self.shape is None else self.shape
+
+    def placed(self, p: Tensor, buffer: Tensor | None) -> Tensor:
+        """Return a new buffer of p, or one that follows p's device, dtype and layout."""
+        if buffer is None and self.shape is None:
+            return torch.zeros_like(p, dtype=self.dtype, requires_grad=False)
+        if buffer is None:
+            return torch.zeros(self.shape_for(p), dtype=self.dtype, device=p.device)
+        if tuple(buffer.shape) != self.shape_for(p):
+            raise ValueError(
+                f"a parameter has the shape {tuple(p.shape)}, and a state of the shape "
+                f"{tuple(buffer.shape)}: it was resized. Call opt.reset() to start over"
+            )
+        if self.shape is None and buffer.stride() != p.stride():
+            return torch.empty_like(p, dtype=self.dtype, requires_grad=False).copy_(buffer)
+        return buffer.to(p.device, self.dtype)
+
+
 @dataclass(slots=True)
 class ParamInfo:
     """A parameter, and what the optimizer knows about it besides its state."""
@@ -100,16 +126,12 @@ class ParamInfo:
     state: State
     column: int  # its place among all parameters
     process_groups: ProcessGroups
-    layout: Any = None  # for which the buffers were made
-    sample: Sample | None = None
+    layout: Any = None  # for which its buffers were placed
+    key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
-    kernels_key: Any = None  # for which the kernels were chosen
     group_key: int = 0  # the same for parameters that one pass may handle together
     plain: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-
-
-# A parameter that takes part in a pass, its backend, its local part and gradient, and its buffers.
-Participant: TypeAlias = tuple[ParamInfo, ModuleType, Tensor, Tensor, State]
+    sample: Any = None  # a `Sample`, if the optimizer has numbers per tensor
 
 
 class ScalarTable:
@@ -127,29 +149,23 @@ class ScalarTable:
     Attributes:
         tensor: The table.
         on_host: Whether numbers can be read without waiting for a device.
-        table: The same as a NumPy array on the CPU, as a tuple of rows elsewhere.
         rows: By name: NumPy views on the CPU, tensors elsewhere.
-        where: Of the library that the rows belong to.
     """
 
     def __init__(
         self, initial: Mapping[str, float], owners: Sequence[State], device: torch.device
     ) -> None:
         dtype = accumulator_dtype(device)
-        rows = []
-        for name, value in initial.items():
-            fresh = torch.full((), value, dtype=dtype, device=device)
-            known = [owner.get(name, fresh).to(device, dtype).reshape(()) for owner in owners]
-            rows.append(torch.stack(known))
-        # A table without rows is that of an optimizer without numbers per tensor.
-        shape = len(initial), len(owners)
-        self.tensor = torch.stack(rows) if rows else torch.zeros(shape, device=device)
-        self.names, self._initial = tuple(initial), initial
+        self._initial = torch.tensor(list(initial.values()), dtype=dtype, device=device)
+        self.names = tuple(initial)
+        self.tensor = self._initial.unsqueeze(1).repeat(1, len(owners))
+        self._selections: dict[Any, Any] = {}
         # A FakeTensor on the CPU has no values.
         self.has_values = device.type == "cpu" and type(self.tensor) is Tensor
-        self._selections: dict[Any, Any] = {}
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
+                if name in owner:
+                    number.copy_(owner[name])
                 owner[name] = number
         self.bind()
 
@@ -157,43 +173,22 @@ class ScalarTable:
         """Decide where the arithmetic is done."""
         self.on_host = self.has_values and not torch.compiler.is_compiling()
         self.address = self.tensor.data_ptr() if self.on_host else 0
-        self.table: Any = self.tensor.numpy() if self.on_host else self.tensor.unbind()
-        self.rows: dict[str, Numbers] = dict(zip(self.names, self.table))
-
-    def add(self, name: str, value: Any) -> None:
-        """Add to a row in place."""
-        self.rows[name] += value
+        rows = self.tensor.numpy() if self.on_host else self.tensor.unbind()
+        self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
 
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""
+        rows = self.rows
         if not self.on_host:
-            table = self.stacked(values)
+            new = [values.get(k, row).to(row.dtype).expand_as(row) for k, row in rows.items()]
+            table = torch.stack(new)
             self.tensor.copy_(table if mask is None else torch.where(mask, table, self.tensor))
             return
         for name, value in values.items():
             if mask is None:
-                self.rows[name][...] = value
+                rows[name][...] = value
             else:
-                np.copyto(self.rows[name], value, where=mask)
-
-    def write_if_finite(
-        self, values: Mapping[str, Numbers], instead: Mapping[str, Numbers], skip: Any
-    ) -> Tensor:
-        """Write rows of a table on a device, or others if a value is not finite; nothing if `skip`.
-
-        Returns:
-            Whether all values are finite, on the device.
-        """
-        table = self.stacked(values)
-        finite = (table - table == 0).all()
-        table = torch.where(finite, table, self.stacked(instead))
-        self.tensor.copy_(table if skip is None else torch.where(skip, self.tensor, table))
-        return finite
-
-    def stacked(self, values: Mapping[str, Numbers]) -> Tensor:
-        """Return what the table on a device would be with some rows written."""
-        rows = self.rows.items()
-        return torch.stack([values.get(k, row).to(row.dtype).expand_as(row) for k, row in rows])
+                np.copyto(rows[name], value, where=mask)
 
     def array(self, values: Any) -> Numbers:
         """Return a NumPy array as it is on the CPU, as a tensor on a device."""
@@ -203,44 +198,39 @@ class ScalarTable:
         dtype = self.tensor.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(dtype).to(self.tensor.device, non_blocking=True)
 
-    def index(self, columns: Sequence[int]) -> Any:
-        """Return what selects some columns of a row."""
-        if len(columns) == self.tensor.shape[1]:
-            return slice(None)
-        return self._selection("index", columns, lambda: np.array(columns))
-
-    def mask(self, columns: Sequence[int]) -> Any:
-        """Return the mask of some columns; None for all."""
+    def select(self, columns: Sequence[int]) -> tuple[Any, Any]:
+        """Return the index and the mask of some columns; (slice(None), None) for all."""
         width = self.tensor.shape[1]
         if len(columns) == width:
-            return None
-        return self._selection("mask", columns, lambda: np.isin(np.arange(width), columns))
-
-    def _selection(self, kind: str, columns: Sequence[int], make: Callable[[], Any]) -> Any:
-        key = kind, self.on_host, tuple(columns)
-        if key not in self._selections:
+            return slice(None), None
+        key = self.on_host, *columns
+        if key not in self._selections:  # kept, because a device would have to load them
             if len(self._selections) > 64:
                 self._selections.clear()
-            self._selections[key] = self.array(make())
-        return self._selections[key]
+            index, mask = np.array(columns), np.isin(np.arange(width), columns)
+            self._selections[key] = self.array(index), self.array(mask)
+        index, mask = self._selections[key]
+        return index, mask
 
-    def spread(self, rows: Sequence[Numbers], columns: Sequence[int]) -> Numbers:
+    def spread(self, numbers: Any, columns: Sequence[int]) -> Numbers:
         """Return full rows, with numbers in some columns and zeros in the others."""
-        whole, shape = len(columns) == self.tensor.shape[1], (len(rows), self.tensor.shape[1])
+        index, mask = self.select(columns)
+        shape = len(numbers), self.tensor.shape[1]
         if self.on_host:
-            numbers = np.asarray(rows)
-            if not whole:
-                numbers, some = np.zeros(shape), numbers
-                numbers[:, self.index(columns)] = some
-            return numbers
-        like = self.tensor
-        table = torch.stack([torch.as_tensor(row).to(like, non_blocking=True) for row in rows])
-        return table if whole else like.new_zeros(shape).index_copy_(1, self.index(columns), table)
+            array = np.asarray(numbers)
+            if mask is not None:
+                array, some = np.zeros(shape), array
+                array[:, index] = some
+            return array
+        tensor = torch.stack([torch.as_tensor(row) for row in numbers])
+        tensor = tensor.to(self.tensor, non_blocking=True)
+        if mask is not None:
+            tensor = self.tensor.new_zeros(shape).index_copy_(1, index, tensor)
+        return tensor
 
     def reset_column(self, column: int) -> None:
         """Set one owner's numbers to their initial values."""
-        for row, value in zip(self.tensor.unbind(), self._initial.values()):
-            row[column] = value
+        self.tensor[:, column] = self._initial
 
     def snapshot(self) -> list[State]:
         """Return the numbers of each owner by name, as tensors of their own on the CPU."""

@@ -1,10 +1,9 @@
-"""BatchNorm's running statistics, taken anew at the point where the parameters are."""
+"""`recalibrate`: BatchNorm's running statistics at the point where the parameters are."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -16,24 +15,18 @@ from stormplus.torch._rng import RunningStatistics
 
 
 def recalibrate(
-    model: nn.Module,
-    batches: Iterable[Any],
-    *,
-    evaluate: Callable[[Any], Any] | None = None,
+    model: nn.Module, batches: Iterable[Any], *, evaluate: Callable[[Any], Any] | None = None
 ) -> None:
-    """Take BatchNorm's running statistics anew, over some batches.
+    """Compute BatchNorm's running statistics again, as means over some batches.
 
-    The statistics that a model has after training belong to the iterates. At another point, the
-    average of `Untuned` for one, they are off:
+    After training they belong to the iterates, not to the average of `Untuned`:
 
         opt.eval()
         recalibrate(model, (x for x, y in loader))
 
-    The new ones are plain means over the batches, as those of torch's `update_bn`. Unlike there,
-    all modules but BatchNorm are in eval mode meanwhile, so that the statistics are of what
-    validation will see and no random number is drawn. Modes and momenta are as before
-    afterwards; if an evaluation fails, so are the statistics. A model without running statistics
-    is left alone.
+    Unlike in torch's `update_bn`, all modules but BatchNorm are in eval mode meanwhile, so that the
+    statistics are of what validation will see and no random number is drawn. If an evaluation
+    fails, the statistics are as before. A model without running statistics is left alone.
 
     Args:
         model: The model, with the parameters that are to be validated or saved.
@@ -41,32 +34,6 @@ def recalibrate(
             keywords; tuples and lists, of which it gets the first, or as many as its `forward`
             must have. So a loader of pairs (x, y) will do. A few dozen are enough.
         evaluate: Called with each batch in place of the model, if that is not how it is used.
-
-    Raises:
-        TypeError: If the model has BatchNormalization of Keras.
-        ValueError: If there are no batches.
-    """
-    evaluate = evaluate or partial(_evaluate, model)
-    with _statistics_anew(model) as norms:
-        if not norms:
-            return
-        evaluated = False
-        for batch in batches:
-            evaluate(batch)
-            evaluated = True
-        if not evaluated:
-            raise ValueError(
-                "recalibrate got no batches, and the statistics are as they were: pass some of "
-                "the training data, and make an iterator anew if it has been used up"
-            )
-
-
-@contextmanager
-def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
-    """Evaluations in here are those that running statistics are taken over.
-
-    Yields:
-        The modules that have running statistics.
     """
     modes = [(module, module.training) for module in model.modules()]
     kept = (getattr(module, "non_trainable_variables", ()) for module, _ in modes)  # of Keras
@@ -75,13 +42,11 @@ def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
             "recalibrate knows torch's BatchNorm, and this model has Keras's BatchNormalization: "
             "call model(x, training=True) on some batches instead, which moves its statistics"
         )
-    norms = [
-        module
-        for module, _ in modes
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
-    ]
-    momenta = [norm.momentum for norm in norms]
-    before = RunningStatistics(nn.ModuleList(norms))
+    norms = [m for m, _ in modes if isinstance(m, _BatchNorm) and m.running_mean is not None]
+    if not norms:
+        return
+    momenta, before = [norm.momentum for norm in norms], RunningStatistics(nn.ModuleList(norms))
+    evaluate, count = evaluate or partial(_evaluate, model), 0
     try:
         for module, _ in modes:
             module.training = False  # not eval(): a model may have its own
@@ -90,7 +55,14 @@ def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
             norm.reset_running_stats()
             norm.momentum = None  # a mean, each batch with the same weight
         with torch.no_grad():
-            yield norms
+            for batch in batches:
+                evaluate(batch)
+                count += 1
+        if not count:
+            raise ValueError(
+                "recalibrate got no batches, and the statistics are as they were: pass some of "
+                "the training data, and make a new iterator if this one has been used up"
+            )
     except BaseException:
         before.restore()
         raise
@@ -103,7 +75,10 @@ def _statistics_anew(model: nn.Module) -> Iterator[list[_BatchNorm]]:
 
 def _evaluate(model: nn.Module, batch: Any) -> None:
     if isinstance(batch, (tuple, list)):
-        parts = batch[: _required(model)]
+        given = inspect.signature(model.forward).parameters.values()
+        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        required = sum(p.kind in positional and p.default is p.empty for p in given)
+        parts = batch[: max(1, required)]
         if len(parts) != 1 or not isinstance(parts[0], Mapping):
             model(*parts)
             return
@@ -112,10 +87,3 @@ def _evaluate(model: nn.Module, batch: Any) -> None:
         model(**batch)
     else:
         model(batch)
-
-
-def _required(model: nn.Module) -> int:
-    """How many positional arguments a model must have; 1 if it does not say."""
-    given = inspect.signature(model.forward).parameters.values()
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return max(1, sum(p.kind in positional and p.default is p.empty for p in given))

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from stormplus.torch._checks import require_pairs
 from stormplus.torch._rng import RunningStatistics, pair_lock
@@ -35,29 +34,21 @@ class same_sample:
             backward()
             opt.estimate()
 
-    After the first evaluation all buffers of the model are restored, so that the second one, at the
-    new point, counts. An evaluation that fails, or is not finite, leaves them as they were. If a
-    checkpoint was made between the two evaluations, the random streams start where that sample's
-    did. As a context it holds `stormplus.pair_lock`, as `step` does.
-
-    Args:
-        opt: A `PairedOptimizer`.
-        model: The module with the running statistics; None if there is none.
+    The second evaluation, at the new point, counts for the buffers of the model; one that fails, or
+    is not finite, leaves them as they were. If a checkpoint was made between the two evaluations,
+    the random streams start where that sample's did. As a context it holds `stormplus.pair_lock`.
     """
 
     def __init__(self, opt: PairedOptimizer, model: nn.Module | None = None) -> None:
         require_pairs(opt, "same_sample")
         self._opt, self._model = opt, model
-        self._hook: RemovableHandle | None = None
+        self._held: ExitStack | None = None  # the lock and the hook, inside the context
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        opt = self._opt
-        hook: RemovableHandle | None = None
+        opt, hooks = self._opt, ExitStack()
 
         def evaluate() -> Any:
-            nonlocal hook
-            if hook is not None:  # left by an evaluation without a step
-                hook.remove()
+            hooks.close()  # left by an evaluation without a step
             statistics = RunningStatistics(self._model)
             counts = not opt.started or opt.pending  # the sample's last evaluation
             try:
@@ -74,26 +65,27 @@ class same_sample:
                 if event == "failed":
                     statistics.restore()
                 if event in ("failed", "after_estimate"):
-                    handle.remove()
+                    hooks.close()
 
-            hook = handle = opt.register_pass_hook(look)
+            hooks.callback(opt.register_pass_hook(look).remove)
             return loss
 
         return evaluate
 
     def __enter__(self) -> same_sample:
-        if self._hook is not None:
+        opt = self._opt
+        if self._held is not None:
             raise RuntimeError("this same_sample is in use: make one for each sample")
         with ExitStack() as held:
-            held.enter_context(self._opt.lock())
-            self._entry = self._streams = self._opt.random_streams()
-            packed = self._opt.pending_streams
-            if self._opt.pending and self._opt.replays_rng and packed is not None:
-                self._streams = self._opt.random_streams()
+            held.enter_context(opt.lock())
+            self._entry = self._streams = opt.random_streams()
+            packed = opt.pending_streams
+            if opt.pending and opt.replays_rng and packed is not None:
+                self._streams = opt.random_streams()
                 self._streams.unpack(packed)
                 self._streams.rewind()
             self._statistics = RunningStatistics(self._model)
-            self._hook = self._opt.register_pass_hook(self._around)
+            held.callback(opt.register_pass_hook(self._around).remove)
             self._held = held.pop_all()
         return self
 
@@ -109,10 +101,9 @@ class same_sample:
             self._entry.rewind()  # the pending sample is dropped
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        if self._held is not None:
             self._held.close()
+            self._held = None
         if kind is not None:
             self.restore()
 
@@ -138,13 +129,12 @@ def scaled_step(
 ) -> Any:
     """Take one sample with a `GradScaler`; in place of `scaler.step(opt); scaler.update()`.
 
-    Each of the two evaluations is unscaled and updates the scale. If the first overflows, the
-    sample is dropped before anything has moved. If the second does, the move stands, since it does
-    not depend on the sample, and the evaluation is repeated at the lower scale. The host waits for
-    the device once per evaluation.
+    Each evaluation is unscaled and updates the scale, and the host waits for the device once. If
+    the first overflows, the sample is dropped before anything has moved. If the second does, the
+    move stands, and the evaluation is repeated at the lower scale.
 
     Args:
-        opt: A `PairedOptimizer`.
+        opt: The optimizer.
         scaler: A `torch.amp.GradScaler`, of any device.
         closure: Zeroes the gradients, computes the loss, calls `scaler.scale(loss).backward()`,
             returns the loss.
@@ -195,11 +185,11 @@ def scaled_step(
 class _ScaledGradients:
     """Stands in for an optimizer, so that a `GradScaler` says if the gradients overflowed."""
 
+    overflow: Any = False
     _step_supports_amp_scaling = True  # so that step() is called after an overflow too
 
     def __init__(self, opt: PairedOptimizer) -> None:
         self.param_groups = opt.param_groups
-        self.overflow: Any = False
 
     def step(self) -> None:
         self.overflow = getattr(self, "found_inf", False)  # a disabled scaler does not set it
@@ -244,19 +234,19 @@ def _compare(name: str, first: Tensor | None, grad: Tensor | None, rtol: float) 
         return
     if first is None or grad is None:
         raise RuntimeError(f"only one of two evaluations gave {name} a gradient: {_ADVICE}")
-    second = local(grad)
-    first, second = (t.to(accumulator_dtype(t.device)) for t in (first, second))
-    size = float(torch.linalg.vector_norm(first))
-    off = float(torch.linalg.vector_norm(second - first))
+    dtype, norm = accumulator_dtype(grad.device), torch.linalg.vector_norm
+    first, second = first.to(dtype), local(grad).to(dtype)
+    size, off = float(norm(first)), float(norm(second - first))
     if off <= rtol * size:
         return
     if not math.isfinite(off):
         raise RuntimeError(f"the gradient of {name} is not finite at the present point")
-    doubled = float(torch.linalg.vector_norm(second - 2 * first)) <= rtol * size
-    advice = "the closure does not zero the gradients; call opt.zero_grad() in it"
+    advice = _ADVICE
+    if float(norm(second - 2 * first)) <= rtol * size:
+        advice = "the closure does not zero the gradients; call opt.zero_grad() in it"
     raise RuntimeError(
         f"two evaluations at the same point give {name} gradients that differ by "
-        f"{off:.3g} (norm {size:.3g}): {advice if doubled else _ADVICE}"
+        f"{off:.3g} (norm {size:.3g}): {advice}"
     )
 
 

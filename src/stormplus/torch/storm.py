@@ -23,10 +23,16 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sum, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._checkpoint import BufferSpec
 from stormplus.torch._checks import closure_needed
 from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
-from stormplus.torch._tensors import Number, Objective, State, TensorGroup
+from stormplus.torch._tensors import (
+    BufferKind,
+    Number,
+    Objective,
+    State,
+    TensorGroup,
+    wide_dtype,
+)
 from stormplus.torch.kernels import plain
 from stormplus.trainers import check_trainer
 
@@ -41,9 +47,8 @@ _RETRY = (
 class PairedOptimizer(RandomReplay, BaseOptimizer):
     """SGD with corrected momentum; a rule computes the gain and the step size.
 
-    `opt.step(closure)` takes one sample. The closure zeroes the gradients, computes the loss, calls
-    backward and returns the loss; it is called once on the first step and twice, on the same
-    sample, on every later one. A subclass has a `rule`, and that is all.
+    `opt.step(closure)` takes one sample, on which it calls the closure twice (on the first step
+    once). A subclass has a `rule`, and that is all.
 
     A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
     which skips the sample without waiting, one step late.
@@ -79,6 +84,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         ],
         0.0,
     )
+    _buffer_names = ("estimator",)
     _attributes = ("rule", "_unit", "_replay_rng")
 
     def __init__(
@@ -103,8 +109,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             "maximize": maximize,
             "foreach": foreach,
         }
-        buffers = {"estimator": BufferSpec()}
-        super().__init__(params, defaults, buffers=buffers, check_finite=check_finite)
+        super().__init__(params, defaults, check_finite=check_finite)
 
     # -- a step ----------------------------------------------------------------------------------
 
@@ -152,7 +157,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         groups = [group for group in self._tensor_groups() if not group.first]
         skip = self._find_nonfinite(groups)
         if skip is not None:
-            self._shared.rows["skip"].copy_(skip)  # `estimate` skips the same sample
+            self._scalars["skip"].copy_(skip)  # `estimate` skips the same sample
         self._scalars["phase"] = START  # an interrupted pass leaves no estimator
         now = self._numbers()
         eta = now["step_size"]
@@ -177,7 +182,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._notify("before_estimate")
         phase, groups = self._scalars["phase"], self._tensor_groups()
         self._scalars["phase"] = START  # an interrupted pass leaves no estimator
-        now, on_host, skip = self._numbers(), self._shared.on_host, None
+        now, table, on_host, skip = self._numbers(), self._shared.tensor, self._shared.on_host, None
         if self._check_finite and not on_host:
             skip = (now["skip"] > 0) & (phase == PENDING)
         norms = []
@@ -190,7 +195,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 skip=_on(skip, group.device),
             )
             norms.append((group.process_groups, squares))
-        totals = self._total(norms, (2,), agree=self._check_finite)
+        totals = self._total(norms, agree=self._check_finite)
         g_sq, d_sq = totals.tolist() if on_host else totals
         try:
             new = self._next_numbers(now, g_sq, d_sq)
@@ -198,10 +203,9 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             new = {"step": math.inf}
         new["grad_evaluations"] = now["grad_evaluations"] + (1 if phase == START else 2)
         if not on_host:
-            self._write_on_device(new, skip)
+            self._write_on_device(now, new, skip)
         elif all(map(math.isfinite, new.values())):
-            for name, value in new.items():
-                self._shared.rows[name][0] = value
+            table.numpy()[:, 0] = list((now | new).values())
         elif self._check_finite:
             for group in groups:
                 if phase == PENDING and not group.first:
@@ -221,29 +225,22 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         Beyond the paper: a parameter whose first gradient comes later than that of others takes
         d = g then. From then on a missing gradient is a gradient of zero.
         """
-        groups: dict[tuple[int, bool], TensorGroup] = {}
-        for info, kernels, x, g, state in self._participants(missing_is_zero=True):
-            key = info.group_key, not info.state["started"]
-            group = groups.get(key)
-            if group is None:
-                group = TensorGroup(info.options, kernels, x.device, info.process_groups, key[1])
-                group.objective, groups[key] = _objective(info.options), group
-            group.columns.append(info.column)
-            group.params.append(x)
-            group.grads.append(g)
-            group.estimators.append(state["estimator"])
+        groups = self._collect(missing_is_zero=True)
+        for group in groups:
+            group.objective = _objective(group.options)
+            group.estimators = [state["estimator"] for state in group.states]
         if not any(info.p.grad is not None for info in self._infos if info.p.requires_grad):
             self._notify("failed")
             raise RuntimeError(
                 "no parameter has a gradient: the closure must call loss.backward() every time"
             )
-        return list(groups.values())
+        return groups
 
     def _numbers(self) -> State:
         """Return the numbers of the run by name: floats on the CPU, tensors elsewhere."""
-        shared = self._shared
-        column = shared.table[:, 0].tolist() if shared.on_host else [row[0] for row in shared.table]
-        return dict(zip(shared.names, column))
+        (column,) = self._shared.tensor.unbind(1)
+        numbers = column.tolist() if self._shared.on_host else column.unbind()
+        return dict(zip(self._shared.names, numbers))
 
     def _next_numbers(self, now: State, g_sq: Any, d_sq: Any) -> dict[str, Any]:
         """Alg. 1, line 3, on floats or on tensors."""
@@ -274,16 +271,21 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         """Return the unit in use: 1 until the first gradient that is not zero."""
         return unit + (unit == 0) if self._unit == "first" else self._unit
 
-    def _write_on_device(self, new: State, skip: Tensor | None) -> None:
+    def _write_on_device(self, now: State, new: State, skip: Tensor | None) -> None:
         """Write the new numbers without reading them, unless the sample is skipped."""
-        one = torch.ones_like(new["gain"])
         # If only the second gradient is not finite, a gain of 1 and a step size of 0 restart the
         # estimator: the next sample does not move the parameters, and sets d to its gradient.
-        restart = {"gain": one, "step_size": 0 * one} if self._check_finite else {}
-        finite = self._shared.write_if_finite(new, restart, skip)
+        one, old = torch.ones_like(new["gain"]), self._shared.tensor[:, 0]
+        restart = now | {"gain": one, "step_size": 0 * one} if self._check_finite else now
+        written, restarted = (
+            torch.stack([number.to(old.dtype) for number in numbers.values()])
+            for numbers in (now | new, restart)
+        )
+        finite = (written - written == 0).all()
+        written = torch.where(finite, written, restarted)
+        old.copy_(written if skip is None else torch.where(skip, old, written))
         if skip is not None:
-            self._shared.add("skipped", skip | ~finite)
-            self._skips.start_copy(self._shared.rows["skipped"][0])
+            self._count_skip(skip | ~finite)
 
     # -- the two halves, for loops that own their backward passes --------------------------------
 
@@ -352,6 +354,9 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     # -- what the base class needs ---------------------------------------------------------------
 
+    def _buffers(self, p: Tensor) -> dict[str, BufferKind]:
+        return {"estimator": BufferKind(wide_dtype(p.dtype))}
+
     def _identity(self) -> dict[str, Any]:
         rule = getattr(self, "rule", None)  # `describe` rejects None: a subclass has a rule
         return describe(rule) | {"unit": self._unit}
@@ -359,7 +364,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     def _initial_scalars(self) -> State:
         # The distributed checkpoint loads only what exists already, so the random streams of a
         # pending sample have their place from the start.
-        rng = torch.zeros(self.random_streams().size, dtype=torch.uint8, device="cpu")
+        rng = torch.zeros_like(self.random_streams().pack())
         return {"phase": START, "rng": rng}
 
 
@@ -378,14 +383,8 @@ class SimplifiedStormPlus(PairedOptimizer):
 class Storm(PairedOptimizer):
     """STORM (Cutkosky and Orabona, NeurIPS 2019), which must know the smoothness.
 
-    Args:
-        params: See `PairedOptimizer`.
-        lr: See `PairedOptimizer`.
-        theta: Numerator of the step size.
-        w: Offset under its cube root.
-        c: Factor of the gain.
-        smoothness: L, the smoothness of the objective.
-        **options: See `PairedOptimizer`.
+    `theta`, `w`, `c` and `smoothness` are those of `rules.StormRule`; for the rest see
+    `PairedOptimizer`.
     """
 
     def __init__(

@@ -25,54 +25,45 @@ class UniformIterate:
     """
 
     def __init__(self, module_or_params: nn.Module | Iterable[Tensor], seed: int = 0) -> None:
-        # A module is asked each time: it may put new tensors in place of its buffers.
-        self._source: nn.Module | list[Tensor]
-        if isinstance(module_or_params, nn.Module):
-            self._source = module_or_params
-        else:
+        self._source = module_or_params
+        if not isinstance(module_or_params, nn.Module):
             self._source = list(module_or_params)
-        if not list(_tensors(self._source)):
+        self._kept = self._point()
+        if not self._kept:
             raise ValueError("UniformIterate got no parameters")
-        self.seed = int(seed)
-        self.count = 0
+        self.seed, self.count = int(seed), 0
         self.chosen = 0  # which iterate is kept, from 1
-        self._kept = [t.detach().clone() for t in _tensors(self._source)]
         self._generator = torch.Generator().manual_seed(self.seed)
 
-    @torch.no_grad()
+    def _point(self) -> list[Tensor]:
+        return [t.detach().clone() for t in _tensors(self._source)]
+
     def update(self) -> bool:
         """Take note of the present point; True if it is now the one kept."""
         self.count += 1
         # Alg. 1, line 8: iterate t replaces the one kept with probability 1/t.
         # On the CPU as the generator is, whatever torch.set_default_device says.
         drawn = torch.randint(self.count, (1,), generator=self._generator, device="cpu")
-        kept = int(drawn) == 0
-        if kept:
-            self.chosen = self.count
-            self._kept = [t.detach().clone() for t in _tensors(self._source)]
-        return kept
+        if int(drawn) > 0:
+            return False
+        self.chosen, self._kept = self.count, self._point()
+        return True
 
     @torch.no_grad()
     def copy_to(self, target: nn.Module | Iterable[Tensor] | None = None) -> None:
         """Write the kept point into `target`, by default where it was taken from."""
         if self.count == 0:
             raise RuntimeError("no iterate yet: call update() after every step")
-        targets = list(_tensors(self._source if target is None else target))
+        targets = _tensors(self._source if target is None else target)
         if [t.shape for t in targets] != [t.shape for t in self._kept]:
             raise ValueError("the target's parameters and buffers differ in number or shape")
         for theirs, mine in zip(targets, self._kept):
             theirs.copy_(mine)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "seed": self.seed,
-            "count": self.count,
-            "chosen": self.chosen,
-            "kept": list(self._kept),
-            "generator": self._generator.get_state(),
-        }
+        numbers = {"seed": self.seed, "count": self.count, "chosen": self.chosen}
+        return numbers | {"kept": list(self._kept), "generator": self._generator.get_state()}
 
-    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         kept = state_dict["kept"]
         if [t.shape for t in kept] != [t.shape for t in self._kept]:
@@ -83,10 +74,8 @@ class UniformIterate:
         self._generator.set_state(state_dict["generator"].cpu())
 
 
-def _tensors(source: nn.Module | Iterable[Tensor]) -> Iterable[Tensor]:
+def _tensors(source: nn.Module | Iterable[Tensor]) -> list[Tensor]:
     reshard()  # a root of FSDP2 that is gathered has other tensors, and sees no writing to its own
-    if isinstance(source, nn.Module):
-        yield from source.parameters()
-        yield from source.buffers()
-    else:
-        yield from source
+    if isinstance(source, nn.Module):  # it may have replaced its buffers since
+        return [*source.parameters(), *source.buffers()]
+    return list(source)

@@ -21,9 +21,7 @@ from torch import Tensor
 from stormplus import untuned_rule as rule
 from stormplus.rules import Sum
 from stormplus.torch._average import AveragedOptimizer
-from stormplus.torch._checkpoint import BufferSpec
 from stormplus.torch._checks import NO_LR, without_lr
-from stormplus.torch._sharding import Sample
 from stormplus.torch._tensors import Numbers, State, TensorGroup, parameter_name, user_stacklevel
 from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
@@ -33,11 +31,12 @@ _SMALL_LR = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
 
 
 class _Options(NamedTuple):
-    """The options of the groups, one entry per tensor."""
+    """What is constant between steps, with one entry per tensor."""
 
     lr: Numbers  # lr times the group's factor
     weight_decay: Numbers
     sign: Numbers  # -1 to maximize
+    eligible: Numbers  # see `untuned_rule.eligible_tensors`; frozen tensors are not
 
 
 class Untuned(AveragedOptimizer):
@@ -55,18 +54,14 @@ class Untuned(AveragedOptimizer):
     larger. No step is larger than the first, R / 60, unless the steps so far agree in every matrix
     of the model, and none moves a coordinate by more than r. See docs/untuned-rule.md.
 
-    It is a plain torch optimizer: `loss.backward(); opt.step()`, with a closure or without, in any
-    trainer. Call `opt.eval()` before you validate or save a model: it puts the average x into the
+    Call `opt.eval()` before you validate or save a model: it puts the average x into the
     parameters; `opt.train()` puts the iterate back. If the model has BatchNorm, call
     `recalibrate(model, batches)` after `eval()`. There is no `lr`: the groups have one, 1.0, so
     that a scheduler has something to multiply, and a `factor`, to slow some layers down.
 
-    Memory: two buffers of the parameters' size, as Adam; in half precision a third, in float32.
-
-    On the CPU a gradient that is not finite raises `FloatingPointError` at once. On a device the
-    step is skipped there, without waiting for it, and the error comes a step late. Pass hooks
-    (`register_pass_hook`) are called with "before_step" and "after_step", and with "failed" when
-    nothing has moved because a gradient is not finite.
+    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
+    which skips the step without waiting, one step late. Pass hooks (`register_pass_hook`) get
+    "before_step", "after_step" and "failed" (nothing has moved).
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
@@ -80,8 +75,8 @@ class Untuned(AveragedOptimizer):
     """
 
     _shared_numbers: ClassVar[dict[str, float]] = {"grad_evaluations": 0.0, "skipped": 0.0}
-    # The fields of `UntunedScalars`, and the RMS of z - z_1.
     _tensor_numbers: ClassVar[dict[str, float]] = {
+        # The fields of `UntunedScalars`.
         "step": 0.0,
         "step_size": 0.0,
         "distance": 0.0,
@@ -90,12 +85,17 @@ class Untuned(AveragedOptimizer):
         "effective_steps_lost": 0.0,
         "walk": rule.INITIAL_WALK,
         "evidence": 0.0,
-        "displacement": 0.0,
+        "displacement": 0.0,  # the RMS of z - z_1
+        # Constants, known from the first gradient on.
+        "size": 1.0,
+        "sample_count": 1.0,
+        "natural_scale": 1.0,
     }
-    _attributes = ("_state_dtype", "_compared", "_lr_warned", "_usual_lr")
+    _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
+    _attributes = ("_state_dtype", "_compared", "_lr_checked")
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` around step()
-    _lr_warned = False
-    _usual_lr: frozenset[int] = frozenset()  # the groups that have had an lr that is not small
+    _lr_checked = False
+    _options_key: Any = None
 
     @without_lr
     def __init__(
@@ -110,16 +110,8 @@ class Untuned(AveragedOptimizer):
         if state_dtype not in (None, torch.float32, torch.bfloat16):
             raise ValueError(f"state_dtype must be torch.bfloat16 or None, got {state_dtype!r}")
         self._state_dtype = None if state_dtype == torch.float32 else state_dtype
-        buffers = {
-            "z_minus_x": BufferSpec(dtype=self._state_dtype),
-            "grad_rms": BufferSpec(dtype=self._state_dtype),
-            "initial_sample": BufferSpec(sampled=True),
-            "master": BufferSpec(half_only=True),
-        }
         defaults = {"lr": 1.0, "factor": 1.0, "weight_decay": weight_decay, "maximize": maximize}
-        super().__init__(params, defaults, buffers=buffers, check_finite=check_finite)
-
-    # -- a step ----------------------------------------------------------------------------------
+        super().__init__(params, defaults, check_finite=check_finite)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,18 +140,30 @@ class Untuned(AveragedOptimizer):
                 self._notify("after_step")
         return loss
 
+    def _tensor_groups(self) -> list[TensorGroup]:
+        """Sort the parameters that have a gradient by backend, device, dtype and shards."""
+        groups = self._collect(missing_is_zero=False)
+        for group in groups:
+            group.z_minus_x = [state["z_minus_x"] for state in group.states]
+            group.grad_rms = [state["grad_rms"] for state in group.states]
+            group.initial_sample = [state["initial_sample"] for state in group.states]
+            group.masters = [state["master"] for state in group.states if "master" in state]
+            group.samples = [self._infos[column].sample for column in group.columns]
+        return groups
+
     def _update(self, groups: list[TensorGroup]) -> None:
+        """Compute the scalars of all tensors, and take the step."""
         skip, grad_scale = self._skip_flag(groups)
-        table, shared = self._per_tensor, self._shared
-        if skip is not None and table.on_host:
+        table, on_host = self._per_tensor, self._per_tensor.on_host
+        if skip is not None and on_host:
             return  # GradScaler has found an overflow
-        if any(group.first for group in groups):
-            self._start([group for group in groups if group.first])
+        first = [group for group in groups if group.first]
+        if first:
+            self._start(first)
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
-        columns = [column for group in groups for column in group.columns]
-        present = None if len(columns) == len(self._infos) else table.mask(columns)
-        rows, xp = table.rows, np if table.on_host else torch
+        options, rows, xp = self._options(), table.rows, np if on_host else torch
+        _, present = table.select([column for group in groups for column in group.columns])
         scalars = rule.UntunedScalars(
             step=rows["step"],
             step_size=rows["step_size"],
@@ -169,14 +173,14 @@ class Untuned(AveragedOptimizer):
             walk=rows["walk"],
             evidence=rows["evidence"],
         )
-        tensors, options = self._constants(), self._options()
         # Numbers that are not finite are found by `_find_lost`, here or in the next step.
-        with np.errstate(all="ignore") if table.on_host else nullcontext():
+        with np.errstate(all="ignore") if on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
-            alpha, t, decay = options.lr * eta, scalars.step + 1, options.weight_decay
+            alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
             skip = self._find_lost(rows["displacement"] + eta, present, skip)
             if self._decays:
-                decay = rule.decay_factor(decay, alpha, tensors.natural_scale, scalars.ceiling, xp)
+                natural_scale = rows["natural_scale"]
+                decay = rule.decay_factor(decay, alpha, natural_scale, scalars.ceiling, xp)
             coefficients = UntunedCoefficients(
                 step_size=alpha,
                 max_move=options.lr * scalars.distance,
@@ -187,55 +191,32 @@ class Untuned(AveragedOptimizer):
                 step=t,
             )
             u_sq, moved_sq = self._run_passes(groups, coefficients, skip)
-            displacement = (moved_sq / tensors.sample_count) ** 0.5
+            displacement = (moved_sq / rows["sample_count"]) ** 0.5
             if present is not None:
                 displacement = xp.where(present, displacement, rows["displacement"])
             new = rule.after_step(
                 scalars,
                 step_size=eta,
                 alpha=alpha,
-                mean_square=u_sq / tensors.size,
+                mean_square=u_sq / rows["size"],
                 displacement=displacement,
-                eligible=tensors.eligible,
+                eligible=options.eligible,
                 xp=xp,
             )
         written = new._asdict() | {"displacement": displacement}
         written["effective_steps"], written["effective_steps_lost"] = new.effective_steps
+        evaluations = self._shared.rows["grad_evaluations"]
         if skip is None:
             table.write(written, present)
-            shared.add("grad_evaluations", 1)
+            evaluations += 1
         else:
             table.write(written, ~skip if present is None else present & ~skip)
-            shared.add("grad_evaluations", ~skip)
+            evaluations += ~skip
             overflow = vars(self).get("found_inf")  # is not reported
             if overflow is not None:
                 skip = skip & (overflow.to(skip.device, non_blocking=True).reshape(()) == 0)
-            shared.add("skipped", skip)
-            self._skips.start_copy(shared.rows["skipped"][0])
+            self._count_skip(skip)
         self._opt_called = True  # lr_scheduler warns without it
-
-    def _tensor_groups(self) -> list[TensorGroup]:
-        """Sort the parameters that have a gradient by backend, device, dtype and shards."""
-        groups: dict[Any, TensorGroup] = {}
-        for info, kernels, x, g, state in self._participants(missing_is_zero=False):
-            first = not info.state["started"]
-            key = kernels.__name__, x.device, x.dtype, info.process_groups, first
-            group = groups.get(key)
-            if group is None:
-                group = TensorGroup(info.options, kernels, x.device, info.process_groups, first)
-                groups[key] = group
-            if info.sample is None:
-                info.sample = Sample(info.p)
-            group.columns.append(info.column)
-            group.params.append(x)
-            group.grads.append(g)
-            group.z_minus_x.append(state["z_minus_x"])
-            group.grad_rms.append(state["grad_rms"])
-            group.initial_sample.append(state["initial_sample"])
-            group.samples.append(info.sample)
-            if "master" in state:
-                group.masters.append(state["master"])
-        return list(groups.values())
 
     def _run_passes(
         self, groups: list[TensorGroup], coefficients: UntunedCoefficients, skip: Tensor | None
@@ -243,18 +224,19 @@ class Untuned(AveragedOptimizer):
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._per_tensor, []
         for group in groups:
-            by, flag, whole = coefficients, skip, len(group.columns) == len(self._infos)
-            if not whole or group.device != table.tensor.device:
-                by = coefficients.of(table.index(group.columns), group.device)
+            by, flag, (index, mask) = coefficients, skip, table.select(group.columns)
+            if mask is not None or group.device != table.tensor.device:
+                by = coefficients.of(index, group.device)
                 flag = skip if skip is None else skip.to(group.device, non_blocking=True)
             sums = group.kernels.untuned_step(group, by, flag)
-            for i, sample in enumerate(group.samples):
-                if not sample.stride:  # the kernels measure ranges of rows only
-                    sums[1][i] = plain.squared_displacement(group, i)
-            if not (whole and table.on_host):
+            if group.process_groups:
+                for i, sample in enumerate(group.samples):
+                    if not sample.stride:  # the kernels measure ranges of rows only
+                        sums[1][i] = plain.squared_displacement(group, i)
+            if mask is not None or not table.on_host:
                 sums = table.spread(sums, group.columns)
             parts.append((group.process_groups, sums))
-        return self._total(parts, (2, len(self._infos)))
+        return self._total(parts)
 
     def _skip_flag(self, groups: list[TensorGroup]) -> tuple[Tensor | None, Any]:
         """Return whether to skip the step (None: no), and the factor by which gradients are scaled.
@@ -281,58 +263,53 @@ class Untuned(AveragedOptimizer):
             return flag
         if math.isfinite(sum(numbers.tolist())):
             return None
-        lost = ~np.isfinite(numbers) if present is None else ~np.isfinite(numbers) & present
-        for column in np.flatnonzero(lost):
-            name = parameter_name(self.param_groups, self._infos[column].p)
-            self._fail(
-                f"{name} is non-finite, or its distance from initialization overflows; nothing "
-                "has moved: go back to the last checkpoint"
-            )
+        for info, number in zip(self._infos, numbers):
+            if not math.isfinite(number) and (present is None or present[info.column]):
+                self._fail(
+                    f"{parameter_name(self.param_groups, info.p)} is non-finite, or its distance "
+                    "from initialization overflows; nothing has moved: go back to the last "
+                    "checkpoint"
+                )
         return None
 
     def _options(self) -> _Options:
-        groups, table, given = self.param_groups, self._per_tensor, []
-        for group in groups:
-            lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
-            sign = -1.0 if group["maximize"] else 1.0
-            given.append((lr, float(group["factor"]), float(group["weight_decay"]), sign))
-        if given != self._given:
+        """Return the options of the groups; new arrays only if they have changed."""
+        table, infos = self._per_tensor, self._infos
+        given = [_group_options(group) for group in self.param_groups]
+        key = table, table.on_host, given, [info.p.requires_grad for info in infos]
+        if key != self._options_key:
             self._check_lr([options[0] for options in given])
-            by_group = {id(group): options for group, options in zip(groups, given)}
-            rows = np.array([by_group[id(info.options)] for info in self._infos]).T.copy()
-            lr, factor, decay, sign = rows
-            self._option_rows = _Options(*map(table.array, (lr * factor, decay, sign)))
-            self._given, self._decays = given, any(options[2] > 0 for options in given)
+            by_group = {id(group): options for group, options in zip(self.param_groups, given)}
+            lr, factor, decay, sign = np.array([by_group[id(info.options)] for info in infos]).T
+            axes = [_axes(info.p) for info in infos]
+            eligible = np.array(key[-1]) & rule.eligible_tensors(axes)
+            arrays = (lr * factor, decay.copy(), sign.copy(), eligible)
+            self._option_rows = _Options(*map(table.array, arrays))
+            self._options_key, self._decays = key, any(options[2] > 0 for options in given)
         found = self._option_rows
-        for group in groups:
+        for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
-                lr = group["lr"].to(found.lr, non_blocking=True)
-                own = table.mask([i.column for i in self._infos if i.options is group])
-                scaled = lr * found.lr
-                found = found._replace(
-                    lr=scaled if own is None else torch.where(own, scaled, found.lr)
-                )
+                _, own = table.select([i.column for i in infos if i.options is group])
+                scaled = group["lr"].to(found.lr, non_blocking=True) * found.lr
+                lr = scaled if own is None else torch.where(own, scaled, found.lr)
+                found = found._replace(lr=lr)
         return found
 
     def _check_lr(self, lrs: list[float]) -> None:
-        """Raise if an lr is negative; warn if one looks like Adam's learning rate."""
+        """Raise if an lr is negative; warn if the first ones look like Adam's learning rate."""
         if min(lrs) < 0:
             raise ValueError(f"lr must be at least 0, got {min(lrs)!r}: a schedule is past its end")
         # A loaded state may belong to the end of a schedule.
-        if self._lr_warned or self.generation or torch.compiler.is_compiling():
+        if self._lr_checked or self.generation or torch.compiler.is_compiling() or not max(lrs):
             return
-        for i, lr in enumerate(lrs):
-            if lr >= _SMALL_LR:
-                self._usual_lr |= {i}
-            elif lr > 0 and i not in self._usual_lr:
-                self._lr_warned = True
-                warnings.warn(
-                    f"group {i} of Untuned has lr={lr:g}, and never had more than {_SMALL_LR}: lr "
-                    "multiplies steps whose size is found already, and Adam's would all but stop "
-                    "the run. Delete the scheduler or the line that sets lr, or scale it to 1.0",
-                    stacklevel=user_stacklevel(),
-                )
-                return
+        self._lr_checked = True
+        if max(lrs) < _SMALL_LR:
+            warnings.warn(
+                f"Untuned has lr={max(lrs):g} in its first step: lr multiplies steps whose size is "
+                "found already, and Adam's would all but stop the run. Delete the scheduler or the "
+                "line that sets lr, or scale it to 1.0",
+                stacklevel=user_stacklevel(),
+            )
 
     # -- what the base class needs -----------------------------------------------------------------
 
@@ -342,19 +319,29 @@ class Untuned(AveragedOptimizer):
     def _initial_scalars(self) -> State:
         return {"averaged": 0}
 
-    def _check_options(self, group: dict[str, Any]) -> None:
-        known = [1.0, *(other["lr"] for other in self.param_groups if other is not group)]
-        if group["lr"] not in known and not self._resetting:
-            if self._constructing:
-                raise ValueError(f"a group of Untuned got lr={group['lr']!r}: {NO_LR}")
+    def _check_options(self, group: dict[str, Any], *, added: bool) -> None:
+        lr, factor = group["lr"], group["factor"]
+        if added and lr not in [1.0, *(g["lr"] for g in self.param_groups if g is not group)]:
+            if not self._infos:
+                raise ValueError(f"a group of Untuned got lr={lr!r}: {NO_LR}")
             warnings.warn(  # a trainer's callback that unfreezes a backbone, at a tenth of the rest
-                f"a group of Untuned was added with lr={float(group['lr']):g}; lr is only a "
-                "multiplier here (default 1.0)",
+                f"a group of Untuned was added with lr={float(lr):g}; lr is only a multiplier here "
+                "(default 1.0)",
                 stacklevel=user_stacklevel(),
             )
-        factor = group["factor"]
         if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
             raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
+
+
+def _axes(p: Tensor) -> int:
+    """Return how many axes a tensor has, in reals; 0 for an empty or frozen one."""
+    return p.ndim + p.is_complex() if p.numel() and p.requires_grad else 0
+
+
+def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
+    """Return lr (1 if it is on a device), factor, weight decay and sign."""
+    lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
+    return lr, float(group["factor"]), float(group["weight_decay"]), 1.0 - 2.0 * group["maximize"]
 
 
 def _on_device(lr: Any) -> bool:

@@ -42,29 +42,21 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     for part, rows in _slabs(group):
         lists = part.params, part.estimators
         x, d, g = rows.gather([*lists, part.grads], part.estimators[0].dtype)
-        old = (x, d) if skip is None else (x.clone(), d.clone())
-        plain.move(dataclasses.replace(part, params=[x], grads=[g], estimators=[d]), alpha)
-        rows.scatter(lists, (x, d), old, skip)
+        plain.move(dataclasses.replace(part, params=[x], grads=[g], estimators=[d]), alpha, skip)
+        rows.scatter(lists, (x, d))
 
 
 def estimate(
-    group: TensorGroup,
-    one_minus_a: Number,
-    *,
-    first: bool,
-    finite_only: bool,
-    skip: Tensor | None = None,
+    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py."""
-    norms = []
+    norms, options = [], {"first": first, "finite_only": finite_only, "skip": skip}
     for part, rows in _slabs(group):
-        lists = [part.params, part.estimators, part.grads]
+        lists = part.params, part.estimators, part.grads
         x, d, g = rows.gather(lists, part.estimators[0].dtype)
-        old = d if skip is None else d.clone()
         matrices = dataclasses.replace(part, params=[x], grads=[g], estimators=[d])
-        squares = plain.estimate(matrices, one_minus_a, first=first, finite_only=finite_only)
-        rows.scatter([part.estimators], [d], [old], skip)
-        norms.append(squares)
+        norms.append(plain.estimate(matrices, one_minus_a, **options))
+        rows.scatter([part.estimators], [d])
     g_sq, d_sq = norms[0] if len(norms) == 1 else (torch.stack(s).sum() for s in zip(*norms))
     return g_sq, d_sq
 
@@ -73,15 +65,15 @@ def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
 ) -> tuple[Numbers, Numbers]:
     """See plain.py."""
-    device, dtype = group.device, wide_dtype(group.params[0].dtype)
-    wide, sums, done = accumulator_dtype(device), [], 0
+    x_dtype, dtype = group.params[0].dtype, wide_dtype(group.params[0].dtype)
     factors = torch.stack(plain.untuned_factors(coefficients)).to(dtype)
+    sums, done = [], 0
     for part, rows in _slabs(group):
         slab = slice(done, done + len(part.params))
         done = slab.stop
         lists = [part.params, part.z_minus_x, part.grad_rms]
         if part.masters:
-            (x,) = rows.gather([part.params], part.params[0].dtype)
+            (x,) = rows.gather([part.params], x_dtype)
             lists.append(part.masters)
             e, s, master, g = rows.gather([*lists[1:], part.grads], dtype)
             y, old = plain.full_precision(x, master), [x, e, s, master]
@@ -91,34 +83,22 @@ def untuned_step(
         by = plain.UntunedFactors(*factors[:, slab][:, rows.owner].unsqueeze(-1).unbind())
         y, e, s, u = plain.untuned_update(y, g, e, s, by)
         if part.z_minus_x[0].dtype != dtype:
-            start = rows.places
-            if any(sample.offset for sample in part.samples):
-                offsets = torch.tensor([sample.offset for sample in part.samples], device="cpu")
-                start = start + offsets.to(device, non_blocking=True)[rows.owner]
-            place = start.unsqueeze(-1) + torch.arange(_WIDTH, device=device)
-            if max(sample.size for sample in part.samples) >= 1 << 32:
-                place &= 0xFFFFFFFF
+            place = rows.places.unsqueeze(-1) + torch.arange(_WIDTH, device=group.device)
             step = coefficients.step[slab][rows.owner].unsqueeze(-1)
-            e, s = plain.stochastic_round(torch.stack([e, s]), step, place).unbind()
-        new = [y, e, s, y] if part.masters else [y, e, s]
+            e, s = plain.stochastic_round(torch.stack([e, s]), step, place & 0xFFFFFFFF).unbind()
+        new = [y, e, s]
         if part.masters:
-            y = y + 0 * y.to(part.params[0].dtype).to(dtype)  # infinite if x overflows
-        u_sq = torch.zeros(len(part.params), dtype=wide, device=device)
+            new.append(y)
+            y = y + 0 * y.to(x_dtype).to(dtype)  # infinite if x overflows
+        wide = accumulator_dtype(group.device)
+        u_sq = torch.zeros(len(part.params), dtype=wide, device=group.device)
         u_sq.index_add_(0, rows.owner, u.square().sum(1, dtype=wide))
-        sums.append((u_sq, _squared_displacements(part, rows, y, e)))
-        rows.scatter(lists, new, old, skip)
+        sums.append((u_sq, rows.squared_displacements(part, y, e)))
+        if skip is not None:
+            new = [torch.where(skip, a, b.to(a.dtype)) for a, b in zip(old, new)]
+        rows.scatter(lists, new)
     u_sq, moved_sq = sums[0] if len(sums) == 1 else (torch.cat(parts) for parts in zip(*sums))
     return u_sq, moved_sq
-
-
-def _squared_displacements(group: TensorGroup, rows: _Rows, y: Tensor, e: Tensor) -> Tensor:
-    """Return |z - z_1|^2 over the sample of each tensor."""
-    index, owner, counts = rows.sampled(group.samples)
-    pairs = zip(group.samples, group.initial_sample, counts)
-    z_1 = torch.cat([sample.part(whole, n) if n else whole[:0] for sample, whole, n in pairs])
-    z = y.view(-1)[index] + INTERPOLATION * e.view(-1)[index].to(y.dtype)
-    squares = (z - z_1).to(accumulator_dtype(y.device)).square()
-    return squares.new_zeros(len(counts)).index_add_(0, owner, squares)
 
 
 class _Rows:
@@ -126,24 +106,38 @@ class _Rows:
 
     Attributes:
         owner: The tensor of each row.
-        places: The place in its tensor of the first element of each row.
+        places: The place in its whole tensor of the first element of each row.
     """
 
-    def __init__(self, layouts: tuple[_Layout, ...], device: torch.device) -> None:
+    def __init__(
+        self, layouts: tuple[_Layout, ...], samples: tuple[Sample, ...], device: torch.device
+    ) -> None:
         self.sizes = [math.prod(shape) for shape, _ in layouts]
         counts = [-(-size // _WIDTH) for size in self.sizes]
         self.layouts, self.device, self.total = layouts, device, sum(counts)
         self.starts = [_WIDTH * sum(counts[:i]) for i in range(len(counts))]
-        owner, first = _repeated(counts), torch.tensor(self.starts, device="cpu")
+        owner = _repeated(counts)
+        offsets = [sample.offset for sample in samples] or [0] * len(counts)
+        first = torch.tensor([a - b for a, b in zip(self.starts, offsets)], device="cpu")
         places = _WIDTH * torch.arange(self.total, device="cpu") - first[owner]
-        self.owner = owner.to(device, non_blocking=True)
-        self.places = places.to(device, non_blocking=True)
-        self._samples: dict[Any, tuple[Tensor, Tensor, list[int]]] = {}
+        self.owner, self.places = self._upload(owner), self._upload(places)
+        if not samples:
+            return
+        none = torch.arange(0, device="cpu")
+        sampled = [
+            start + (sample.places(*layout) if sample.stride else none)
+            for sample, layout, start in zip(samples, layouts, self.starts)
+        ]
+        self._sample_counts = [len(here) for here in sampled]
+        self._sampled = self._upload(torch.cat(sampled))
+        self._sample_owner = self._upload(_repeated(self._sample_counts))
+
+    def _upload(self, numbers: Tensor) -> Tensor:
+        return numbers.to(self.device, non_blocking=True)
 
     def gather(self, lists: Sequence[Sequence[Tensor]], dtype: torch.dtype) -> Sequence[Tensor]:
         """Return the matrices of some lists of tensors, padded with zeros."""
-        kinds = {t.dtype for tensors in lists for t in tensors}
-        if len(kinds) > 1 and len(lists) > 1:
+        if len(lists) > 1 and len({t.dtype for tensors in lists for t in tensors}) > 1:
             return [self.gather([tensors], dtype)[0] for tensors in lists]
         padding = torch.zeros(_WIDTH, dtype=lists[0][0].dtype, device=self.device)
         pieces = []
@@ -152,46 +146,25 @@ class _Rows:
                 pieces += [_flat(t, layout), padding[: -size % _WIDTH]]
         return torch.cat(pieces).view(len(lists), self.total, _WIDTH).to(dtype).unbind()
 
-    def scatter(
-        self,
-        lists: Sequence[list[Tensor]],
-        new: Sequence[Tensor],
-        old: Sequence[Tensor],
-        skip: Tensor | None,
-    ) -> None:
-        """Write matrices into lists of tensors: the new ones, or the old ones if `skip` is set."""
-        if skip is not None:
-            new = [torch.where(skip, a, b.to(a.dtype)) for a, b in zip(old, new)]
-        new = [matrix.to(tensors[0].dtype) for matrix, tensors in zip(new, lists)]
-        if len({matrix.dtype for matrix in new}) == 1:
-            views = [view for matrix in new for view in self._views(matrix)]
-            torch._foreach_copy_([t for tensors in lists for t in tensors], views)
-        else:
-            for tensors, matrix in zip(lists, new):
-                torch._foreach_copy_(tensors, self._views(matrix))
+    def scatter(self, lists: Sequence[list[Tensor]], matrices: Sequence[Tensor]) -> None:
+        """Write matrices into lists of tensors, with one copy per dtype."""
+        copies: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+        for tensors, matrix in zip(lists, matrices):
+            targets, sources = copies.setdefault(tensors[0].dtype, ([], []))
+            flat = matrix.to(tensors[0].dtype).reshape(-1)
+            targets += tensors
+            for (shape, strides), start, size in zip(self.layouts, self.starts, self.sizes):
+                sources.append(flat[start : start + size].as_strided(shape, strides))
+        for targets, sources in copies.values():
+            torch._foreach_copy_(targets, sources)
 
-    def _views(self, matrix: Tensor) -> list[Tensor]:
-        flat, views = matrix.reshape(-1), []
-        for (shape, memory), start, size in zip(self.layouts, self.starts, self.sizes):
-            piece = flat[start : start + size]
-            contiguous = memory == _contiguous_strides(shape)
-            views.append(piece.view(shape) if contiguous else piece.as_strided(shape, memory))
-        return views
-
-    def sampled(self, samples: Sequence[Sample]) -> tuple[Tensor, Tensor, list[int]]:
-        """Return the places in the matrix of all sampled coordinates, their tensors, and counts."""
-        key = tuple((sample.stride, sample.offset) for sample in samples)
-        if key not in self._samples:
-            places = [
-                start + (sample.places(*layout) if sample.stride else torch.arange(0, device="cpu"))
-                for sample, layout, start in zip(samples, self.layouts, self.starts)
-            ]
-            counts = [len(here) for here in places]
-            index, owner = (t.to(self.device, non_blocking=True) for t in (
-                torch.cat(places), _repeated(counts)
-            ))  # fmt: skip
-            self._samples[key] = index, owner, counts
-        return self._samples[key]
+    def squared_displacements(self, group: TensorGroup, y: Tensor, e: Tensor) -> Tensor:
+        """Return |z - z_1|^2 over the sample of each tensor."""
+        lists = zip(group.samples, group.initial_sample, self._sample_counts)
+        z_1 = torch.cat([sample.part(whole, n) if n else whole[:0] for sample, whole, n in lists])
+        z = y.view(-1)[self._sampled] + INTERPOLATION * e.view(-1)[self._sampled].to(y.dtype)
+        squares = (z - z_1).to(accumulator_dtype(y.device)).square()
+        return squares.new_zeros(len(group.params)).index_add_(0, self._sample_owner, squares)
 
 
 def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
@@ -205,7 +178,8 @@ def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
             layouts = tuple(_layout(p) for p in part.params)
             # Tensors made under a FakeTensorMode or torch.compile must not be used later.
             fake = torch.compiler.is_compiling() or hasattr(group.params[0], "fake_mode")
-            yield part, (_Rows if fake else _cached_rows)(layouts, group.device)
+            make = _Rows if fake else _cached_rows
+            yield part, make(layouts, tuple(part.samples), group.device)
 
 
 _cached_rows = lru_cache(maxsize=64)(_Rows)

@@ -1,9 +1,13 @@
-/* The passes of plain.py over lists of tensors, one call each.
+/* The passes of plain.py over lists of tensors, one call each, in plain C: native.py passes pointers.
 
-   Plain C without Python or torch: native.py passes pointers. A pass cuts the tensors into chunks, and the
-   threads share the chunks. Sums are taken within a chunk and then in the order of the chunks, so that they do
-   not depend on the number of threads. Products are not fused with sums (-ffp-contract=off), so that every
-   element equals that of the plain pass, to one rounding. */
+   A pass cuts the tensors into chunks, which the threads share. Sums are taken within a chunk and
+   then in the order of the chunks, so that they do not depend on the number of threads. Products are
+   not fused with sums (-ffp-contract=off), so that every element equals that of the plain pass, to
+   one rounding.
+
+   This file includes itself twice: its last part, the loops, is compiled for float and for double. */
+
+#ifndef WIDE
 
 #include <stdint.h>
 #include <stdlib.h>
@@ -13,383 +17,361 @@
 #define PORTION 2048 /* elements whose u^2 are summed in float32 */
 #define B 0.9        /* INTERPOLATION in untuned_rule.py */
 
+#define MAX(a, b) ((a) > (b) ? (a) : (b))
+#define MIN(a, b) ((a) < (b) ? (a) : (b))
+/* A dtype that is constant in the call of an INLINE function is compiled away. */
+#define INLINE static inline __attribute__((always_inline))
 #if defined(__x86_64__) && defined(__gnu_linux__) && defined(__GNUC__) && !defined(__clang__)
 #define CLONES __attribute__((target_clones("default", "avx2", "avx512f")))
 #else
 #define CLONES
 #endif
 
-/* What is constant in a call of an INLINE function is compiled away: its loop has no branch. */
-#define INLINE static inline __attribute__((always_inline))
+typedef enum { F32, F64, BF16, F16 } Dtype; /* in the order of native.py */
 
-/* -- half precision, as bits ------------------------------------------------------------------- */
-
-typedef struct {
-    uint16_t bits;
-} bf16;
-typedef struct {
-    uint16_t bits;
-} f16;
-
-static inline float from_bits(uint32_t bits) {
-    float value;
-    memcpy(&value, &bits, 4);
-    return value;
-}
-
-static inline uint32_t to_bits(float value) {
-    uint32_t bits;
-    memcpy(&bits, &value, 4);
-    return bits;
-}
-
-static inline float load_bf16(bf16 v) { return from_bits((uint32_t)v.bits << 16); }
-
-static inline bf16 store_bf16(float value) {
-    uint32_t bits = to_bits(value);
-    /* to nearest, ties to even; NaN is kept */
-    uint32_t rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
-    bf16 out = {(uint16_t)(value != value ? 0x7FC0 : rounded)};
-    return out;
-}
-
-static inline float load_f16(f16 v) {
-    uint32_t sign = (uint32_t)(v.bits & 0x8000) << 16, rest = v.bits & 0x7FFF;
-    if (rest >= 0x7C00) return from_bits(sign | 0x7F800000 | (rest << 13)); /* inf, nan */
-    if (rest >= 0x0400) return from_bits(sign | ((rest << 13) + 0x38000000));
-    float value = (float)rest * 5.9604644775390625e-8f; /* subnormal: a multiple of 2^-24 */
-    return from_bits(sign | to_bits(value));
-}
-
-static inline f16 store_f16(float value) {
-    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7FFFFFFF;
-    uint32_t half;
-    if (rest > 0x7F800000)
-        half = 0x7E00; /* nan */
-    else if (rest >= 0x477FF000)
-        half = 0x7C00; /* rounds to infinity */
-    else if (rest >= 0x38800000)
-        half = (rest - 0x38000000 + 0xFFF + ((rest >> 13) & 1)) >> 13;
-    else /* subnormal: adding 0.5 lets the processor round to a multiple of 2^-24 */
-        half = to_bits(from_bits(rest) + 0.5f) - 0x3F000000;
-    f16 out = {(uint16_t)(sign | half)};
-    return out;
-}
-
-#define LOAD_SAME(v) (v)
-#define STORE_SAME(v) (v)
-
-/* -- lists of tensors ------------------------------------------------------------------------------ */
-
-/* In the order of `_table` in native.py; what a pass does not use is zero. */
+/* A row of `_table` in native.py; what a pass does not use is zero. */
 typedef struct {
     int64_t size;
     void *param, *grad, *estimator, *z_minus_x, *grad_rms, *initial_sample, *master;
     int64_t stride, offset; /* of the sample */
 } Tensor;
 
-/* The chunks of all tensors, numbered in order: tensor i has those from first[i] to first[i + 1] - 1. */
-typedef struct {
-    int64_t *first;
-    double *sums; /* two per chunk */
-    int threads;
-} Chunks;
-
-static void free_chunks(Chunks *chunks) {
-    free(chunks->first);
-    free(chunks->sums);
-}
-
-/* As many threads as have something to do: waking one costs as much as some 2^16 elements, and far more if
-   its core is busy. Returns 0 if there is no memory. */
-static int make_chunks(Chunks *chunks, const Tensor *tensors, int64_t count, int threads) {
-    int64_t elements = 0;
-    chunks->sums = NULL;
-    chunks->first = malloc((size_t)(count + 1) * sizeof *chunks->first);
-    if (chunks->first == NULL) return 0;
-    chunks->first[0] = 0;
-    for (int64_t i = 0; i < count; i++) {
-        chunks->first[i + 1] = chunks->first[i] + (tensors[i].size + CHUNK - 1) / CHUNK;
-        elements += tensors[i].size;
-    }
-    int64_t useful = elements / (2 * CHUNK);
-    chunks->threads = useful < 1 ? 1 : useful < threads ? (int)useful : threads;
-    chunks->sums = calloc((size_t)(2 * chunks->first[count] + 1), sizeof *chunks->sums);
-    if (chunks->sums == NULL) free_chunks(chunks);
-    return chunks->sums != NULL;
-}
-
-static int64_t tensor_of(const Chunks *chunks, int64_t count, int64_t chunk) {
-    int64_t low = 0, high = count;
-    while (high - low > 1) {
-        int64_t middle = (low + high) / 2;
-        if (chunks->first[middle] <= chunk)
-            low = middle;
-        else
-            high = middle;
-    }
-    return low;
-}
-
-/* Makes `chunks`, and runs DO for each: elements [start, start + n) of tensor t. Without memory it returns -1.
-   A pass that goes BACKWARDS begins with what the pass before it has left in the cache. */
-#define FOR_CHUNKS(BACKWARDS, DO)                                                                                \
-    Chunks chunks;                                                                                               \
-    if (!make_chunks(&chunks, tensors, count, threads)) return -1;                                               \
-    int64_t all = chunks.first[count];                                                                           \
-    _Pragma("omp parallel for schedule(static) num_threads(chunks.threads) if (chunks.threads > 1)")             \
-    for (int64_t turn = 0; turn < all; turn++) {                                                                 \
-        int64_t chunk = BACKWARDS ? all - 1 - turn : turn, i = tensor_of(&chunks, count, chunk);                 \
-        int64_t start = (chunk - chunks.first[i]) * CHUNK;                                                       \
-        const Tensor *t = tensors + i;                                                                           \
-        int64_t n = t->size - start < CHUNK ? t->size - start : CHUNK;                                           \
-        DO                                                                                                       \
-    }
-
-/* -- pairs of gradients -------------------------------------------------------------------------- */
-
-/* What is minimized; the same fields as `Objective` in _tensors.py. */
-typedef struct {
-    double sign, l2;
-} Objective;
-
-/* X is the parameters' type, D the estimators', U an unsigned integer of X's size, INFINITY_BITS infinity. */
-#define PAIR_PASSES(NAME, X, D, LOAD, STORE, U, INFINITY_BITS)                                                   \
-    /* Without its sign, a number is not finite if its bits are those of infinity or above. Four places are read \
-       at a time: a processor fetches several streams faster than one. */                                        \
-    CLONES static int chunk_nonfinite_##NAME(const U *g, int64_t n) {                                            \
-        const U magnitude = (U)~((U)1 << (8 * sizeof(U) - 1));                                                   \
-        U a = 0, b = 0, c = 0, d = 0;                                                                            \
-        int64_t q = n / 4;                                                                                       \
-        _Pragma("omp simd reduction(max : a, b, c, d)") for (int64_t i = 0; i < q; i++) {                        \
-            U v = g[i] & magnitude, w = g[i + q] & magnitude;                                                    \
-            U y = g[i + 2 * q] & magnitude, z = g[i + 3 * q] & magnitude;                                        \
-            a = v > a ? v : a, b = w > b ? w : b, c = y > c ? y : c, d = z > d ? z : d;                          \
-        }                                                                                                        \
-        for (int64_t i = 4 * q; i < n; i++) {                                                                    \
-            U v = g[i] & magnitude;                                                                              \
-            a = v > a ? v : a;                                                                                   \
-        }                                                                                                        \
-        return a >= INFINITY_BITS || b >= INFINITY_BITS || c >= INFINITY_BITS || d >= INFINITY_BITS;             \
-    }                                                                                                            \
-                                                                                                                 \
-    INLINE void move_loop_##NAME(X *restrict x, const X *restrict g, D *restrict d, int64_t n, D alpha, D sign,  \
-                                 D l2, int decays) {                                                             \
-        for (int64_t i = 0; i < n; i++) {                                                                        \
-            D old = LOAD(x[i]), g_tilde = sign * LOAD(g[i]);                                                     \
-            if (decays)                                                                                          \
-                g_tilde += l2 * old;                                                                             \
-            x[i] = STORE(old - d[i] * alpha); /* Alg. 1, line 4 */                                               \
-            d[i] -= g_tilde;                  /* Alg. 1, line 6: the bracket */                                  \
-        }                                                                                                        \
-    }                                                                                                            \
-                                                                                                                 \
-    CLONES static void chunk_move_##NAME(X *x, const X *g, D *d, int64_t n, D alpha, Objective o) {              \
-        if (o.l2 != 0)                                                                                           \
-            move_loop_##NAME(x, g, d, n, alpha, (D)o.sign, (D)o.l2, 1);                                          \
-        else                                                                                                     \
-            move_loop_##NAME(x, g, d, n, alpha, (D)o.sign, 0, 0);                                                \
-    }                                                                                                            \
-                                                                                                                 \
-    INLINE void estimate_loop_##NAME(const X *restrict x, const X *restrict g, D *restrict d, int64_t n,         \
-                                     D one_minus_a, D sign, D l2, int decays, int first, int finite_only,        \
-                                     double *sums) {                                                             \
-        double g_sq = 0, d_sq = 0;                                                                               \
-        _Pragma("omp simd reduction(+ : g_sq, d_sq)") for (int64_t i = 0; i < n; i++) {                          \
-            D value = sign * LOAD(g[i]);                                                                         \
-            if (decays) value += l2 * LOAD(x[i]);                                                                \
-            g_sq += (double)value * (double)value;                                                               \
-            if (finite_only) value = value - value == 0 ? value : 0;                                             \
-            if (!first) value += d[i] * one_minus_a; /* Alg. 1, line 6; without d it is line 1 */                \
-            d[i] = value;                                                                                        \
-            d_sq += (double)value * (double)value;                                                               \
-        }                                                                                                        \
-        sums[0] = g_sq;                                                                                          \
-        sums[1] = d_sq;                                                                                          \
-    }                                                                                                            \
-                                                                                                                 \
-    CLONES static void chunk_estimate_##NAME(const X *x, const X *g, D *d, int64_t n, D one_minus_a, Objective o, \
-                                             int first, int finite_only, double *sums) {                         \
-        const D sign = (D)o.sign, l2 = (D)o.l2;                                                                  \
-        if (first)                                                                                               \
-            estimate_loop_##NAME(x, g, d, n, 0, sign, l2, l2 != 0, 1, finite_only, sums);                        \
-        else if (l2 != 0)                                                                                        \
-            estimate_loop_##NAME(x, g, d, n, one_minus_a, sign, l2, 1, 0, finite_only, sums);                    \
-        else                                                                                                     \
-            estimate_loop_##NAME(x, g, d, n, one_minus_a, sign, 0, 0, 0, finite_only, sums);                     \
-    }                                                                                                            \
-                                                                                                                 \
-    /* Returns 1 if a gradient is not finite. */                                                                 \
-    int stormplus_any_nonfinite_##NAME(const Tensor *tensors, int64_t count, int threads) {                      \
-        int found = 0;                                                                                           \
-        FOR_CHUNKS(0, {                                                                                          \
-            if (chunk_nonfinite_##NAME((const U *)t->grad + start, n)) {                                         \
-                _Pragma("omp atomic write") found = 1;                                                           \
-            }                                                                                                    \
-        })                                                                                                       \
-        free_chunks(&chunks);                                                                                    \
-        return found;                                                                                            \
-    }                                                                                                            \
-                                                                                                                 \
-    int stormplus_move_##NAME(const Tensor *tensors, int64_t count, int threads, double alpha,                   \
-                              const Objective *objective) {                                                      \
-        FOR_CHUNKS(1, {                                                                                          \
-            chunk_move_##NAME((X *)t->param + start, (const X *)t->grad + start, (D *)t->estimator + start, n,   \
-                              (D)alpha, *objective);                                                             \
-        })                                                                                                       \
-        free_chunks(&chunks);                                                                                    \
-        return 0;                                                                                                \
-    }                                                                                                            \
-                                                                                                                 \
-    /* `sums` gets |g|^2 and |d|^2. */                                                                           \
-    int stormplus_estimate_##NAME(const Tensor *tensors, int64_t count, int threads, double one_minus_a,         \
-                                  const Objective *objective, int first, int finite_only, double *sums) {        \
-        FOR_CHUNKS(0, {                                                                                          \
-            chunk_estimate_##NAME((const X *)t->param + start, (const X *)t->grad + start,                       \
-                                  (D *)t->estimator + start, n, (D)one_minus_a, *objective, first, finite_only,  \
-                                  chunks.sums + 2 * chunk);                                                      \
-        })                                                                                                       \
-        for (int64_t k = 0; k < 2 * all; k++) sums[k % 2] += chunks.sums[k];                                     \
-        free_chunks(&chunks);                                                                                    \
-        return 0;                                                                                                \
-    }
-
-PAIR_PASSES(f32, float, float, LOAD_SAME, STORE_SAME, uint32_t, 0x7F800000u)
-PAIR_PASSES(f64, double, double, LOAD_SAME, STORE_SAME, uint64_t, 0x7FF0000000000000u)
-PAIR_PASSES(bf16, bf16, float, load_bf16, store_bf16, uint16_t, 0x7F80u)
-PAIR_PASSES(f16, f16, float, load_f16, store_f16, uint16_t, 0x7C00u)
-
-/* -- Untuned: the whole step in one pass ------------------------------------------------------------ */
-
-/* Of one tensor; the same fields as `UntunedCoefficients` in plain.py. */
+/* Of one tensor; the fields of `UntunedCoefficients` in plain.py. */
 typedef struct {
     double step_size, max_move, decay, grad_weight, average_weight, grad_factor, step;
 } Coefficients;
 
+/* The fields of `_Arguments` in native.py; what a pass does not use is zero. */
+typedef struct {
+    const Tensor *tensors;
+    int64_t count;
+    double *sums; /* two per tensor: |g|^2 and |d|^2, or the sums of u^2 and of (z - z_1)^2 */
+    int threads;
+    Dtype dtype, state_dtype; /* of the parameters, and of the two buffers of Untuned */
+    double alpha, one_minus_a, sign, l2;
+    int first, finite_only;
+    const Coefficients *coefficients; /* one per tensor */
+} Arguments;
+
+/* Elements [start, stop) of a tensor, and their sums. */
+typedef struct {
+    int64_t tensor, start, stop;
+    double sums[2];
+} Chunk;
+
+/* -- numbers in memory --------------------------------------------------------------------------- */
+
+typedef union {
+    float value;
+    uint32_t bits;
+} Float;
+
+INLINE float from_bits(uint32_t bits) { return ((Float){.bits = bits}).value; }
+
+INLINE uint32_t to_bits(float value) { return ((Float){.value = value}).bits; }
+
+INLINE float from_half(uint16_t half, Dtype dtype) {
+    if (dtype == BF16) return from_bits((uint32_t)half << 16);
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7FFF;
+    if (rest >= 0x7C00) return from_bits(sign | 0x7F800000 | (rest << 13)); /* inf, nan */
+    if (rest >= 0x0400) return from_bits(sign | ((rest << 13) + 0x38000000));
+    return from_bits(sign | to_bits((float)rest * 0x1p-24f)); /* subnormal */
+}
+
+/* Rounds to nearest, ties to even. */
+INLINE uint16_t to_half(float value, Dtype dtype) {
+    uint32_t bits = to_bits(value), sign = (bits >> 16) & 0x8000, rest = bits & 0x7FFFFFFF;
+    if (dtype == BF16) return value != value ? 0x7FC0 : (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+    if (rest > 0x7F800000) return sign | 0x7E00;  /* nan */
+    if (rest >= 0x477FF000) return sign | 0x7C00; /* rounds to infinity */
+    if (rest >= 0x38800000) return sign | (rest - 0x38000000 + 0xFFF + ((rest >> 13) & 1)) >> 13;
+    /* Subnormal: adding 0.5 lets the processor round to a multiple of 2^-24. */
+    return sign | (to_bits(from_bits(rest) + 0.5f) - 0x3F000000);
+}
+
+INLINE float rounded(float value, Dtype dtype) { return from_half(to_half(value, dtype), dtype); }
+
+/* A float that becomes a double and a float again is the same: the compiler leaves both out. */
+INLINE double load(const void *data, int64_t i, Dtype dtype) {
+    if (dtype == F64) return ((const double *)data)[i];
+    if (dtype == F32) return ((const float *)data)[i];
+    return from_half(((const uint16_t *)data)[i], dtype);
+}
+
+INLINE void store(void *data, int64_t i, double value, Dtype dtype) {
+    if (dtype == F64)
+        ((double *)data)[i] = value;
+    else if (dtype == F32)
+        ((float *)data)[i] = (float)value;
+    else
+        ((uint16_t *)data)[i] = to_half((float)value, dtype);
+}
+
 /* Hashes 32 bits; the same as `mix_bits` in plain.py. */
-static inline uint32_t mix_bits(uint32_t n) {
+INLINE uint32_t mix_bits(uint32_t n) {
     n = (n ^ (n >> 16)) * 0x21F0AAADu;
     n = (n ^ (n >> 15)) * 0x735A2D97u;
     return n ^ (n >> 15);
 }
 
-/* Rounds up or down with probabilities that make the mean exact; the same as `stochastic_round` in plain.py. */
-static inline bf16 store_stochastic(float value, uint32_t place, uint32_t key) {
-    uint32_t rounded = (to_bits(value) + (mix_bits(mix_bits(place) ^ key) & 0xFFFF)) >> 16;
-    bf16 out = {(uint16_t)(value != value ? 0x7FC0 : rounded)};
-    return out;
+/* Stores, to bfloat16 as `stochastic_round` in plain.py. */
+INLINE void store_state(void *data, int64_t i, double value, Dtype dtype, int64_t place,
+                        uint32_t key) {
+    if (dtype != BF16) {
+        store(data, i, value, dtype);
+        return;
+    }
+    uint32_t random_bits = mix_bits(mix_bits((uint32_t)place) ^ key) & 0xFFFF;
+    uint32_t rounded = (to_bits((float)value) + random_bits) >> 16;
+    ((uint16_t *)data)[i] = (uint16_t)(value != value ? 0x7FC0 : rounded);
 }
 
-#define STORE_EXACT(v, place, key) (v)
+/* -- looking for NaN and infinity ---------------------------------------------------------------- */
 
-/* y: the parameter, or its master where that still rounds to it. */
-#define Y_SAME(y, x, LOAD, STORE) LOAD(x)
-#define Y_MASTER(y, x, LOAD, STORE) (STORE(y).bits == (x).bits ? (y) : LOAD(x))
-
-/* Returns s, and u = g / s with 0/0 = 0. The squares of 1e-20 and 1e20 are no float32, so both numbers are
-   first scaled by a power of two, which is exact, such that the larger one is near 1. */
-#define UPDATE_RMS(FLOAT, UINT, EXPONENT, LOWEST, HIGHEST, ONE_TWICE, SQRT)                                      \
-    INLINE FLOAT update_rms_##FLOAT(FLOAT g, FLOAT old, FLOAT rest, FLOAT w, FLOAT *u) {                         \
-        UINT g_bits, s_bits;                                                                                     \
-        memcpy(&g_bits, &g, sizeof g), memcpy(&s_bits, &old, sizeof old);                                        \
-        g_bits &= (UINT) ~((UINT)1 << (8 * sizeof(UINT) - 1));                                                   \
-        UINT exponent = (g_bits > s_bits ? g_bits : s_bits) & EXPONENT;                                          \
-        exponent = exponent < LOWEST ? LOWEST : exponent > HIGHEST ? HIGHEST : exponent;                         \
-        UINT inverse_bits = ONE_TWICE - exponent;                                                                \
-        FLOAT scale, inverse;                                                                                    \
-        memcpy(&scale, &exponent, sizeof scale), memcpy(&inverse, &inverse_bits, sizeof inverse);                \
-        FLOAT near_g = g * inverse, near_s = old * inverse;                                                      \
-        FLOAT root = SQRT(rest * (near_s * near_s) + w * (near_g * near_g));                                     \
-        *u = near_g / (root == 0 ? 1 : root);                                                                    \
-        return root * scale;                                                                                     \
+/* Without its sign, a number is not finite if its bits are those of infinity or above. Four places
+   are read at a time: a processor fetches several streams faster than one. */
+#define LARGEST(UINT)                                                                              \
+    INLINE UINT largest_##UINT(const UINT *v, int64_t n) {                                         \
+        const UINT magnitude = (UINT)((UINT)-1 >> 1);                                              \
+        const int64_t q = n / 4;                                                                   \
+        UINT a = 0, b = 0, c = 0, d = 0;                                                           \
+        _Pragma("omp simd reduction(max : a, b, c, d)") for (int64_t i = 0; i < q; i++) {          \
+            a = MAX(a, (UINT)(v[i] & magnitude));                                                  \
+            b = MAX(b, (UINT)(v[i + q] & magnitude));                                              \
+            c = MAX(c, (UINT)(v[i + 2 * q] & magnitude));                                          \
+            d = MAX(d, (UINT)(v[i + 3 * q] & magnitude));                                          \
+        }                                                                                          \
+        for (int64_t i = 4 * q; i < n; i++) a = MAX(a, (UINT)(v[i] & magnitude));                  \
+        return MAX(MAX(a, b), MAX(c, d));                                                          \
     }
+LARGEST(uint16_t)
+LARGEST(uint32_t)
+LARGEST(uint64_t)
 
-UPDATE_RMS(float, uint32_t, 0x7F800000u, 0x00800000u, 0x7E800000u, 0x7F000000u, __builtin_sqrtf)
-UPDATE_RMS(double, uint64_t, 0x7FF0000000000000u, 0x0010000000000000u, 0x7FD0000000000000u,
-           0x7FE0000000000000u, __builtin_sqrt)
+CLONES static void any_nonfinite(const Arguments *by, Chunk *chunk) {
+    const int64_t start = chunk->start, n = chunk->stop - start;
+    const void *g = by->tensors[chunk->tensor].grad;
+    if (by->dtype == F64)
+        chunk->sums[0] = largest_uint64_t((const uint64_t *)g + start, n) >= 0x7FF0000000000000u;
+    else if (by->dtype == F32)
+        chunk->sums[0] = largest_uint32_t((const uint32_t *)g + start, n) >= 0x7F800000u;
+    else
+        chunk->sums[0] =
+            largest_uint16_t((const uint16_t *)g + start, n) >= (by->dtype == BF16 ? 0x7F80 : 0x7C00);
+}
 
-/* W is the type of the arithmetic, S that of the two buffers. The algebra is in plain.py. */
-#define UNTUNED_PASS(NAME, X, W, S, LOAD, STORE, LOAD_S, STORE_S, Y, MASTERED)                                   \
-    INLINE W untuned_loop_##NAME(X *restrict x, const X *restrict g, S *restrict z_minus_x,                      \
-                                 S *restrict grad_rms, W *restrict master, int64_t n, const Coefficients *by,    \
-                                 int64_t place, int decays) {                                                    \
-        const W alpha = (W)by->step_size, limit = (W)by->max_move, decay = (W)by->decay;                         \
-        const double c = by->average_weight;                                                                     \
-        const W kept = (W)(1 - c), ahead = (W)(c + (1 - B) * (1 - c));                                           \
-        const W w = (W)by->grad_weight, rest = (W)(1 - by->grad_weight), grad_factor = (W)by->grad_factor;       \
-        const uint32_t key_e = mix_bits((uint32_t)(2 * (uint64_t)by->step));                                     \
-        const uint32_t key_s = mix_bits((uint32_t)(2 * (uint64_t)by->step + 1));                                 \
-        W u_sq = 0;                                                                                              \
-        (void)key_e, (void)key_s, (void)place;                                                                   \
-        _Pragma("omp simd reduction(+ : u_sq)") for (int64_t i = 0; i < n; i++) {                                \
-            W u, s = update_rms_##W(grad_factor * LOAD(g[i]), LOAD_S(grad_rms[i]), rest, w, &u);                 \
-            u_sq += u * u;                                                                                       \
-            W y = MASTERED ? Y(master[i], x[i], LOAD, STORE) : LOAD(x[i]);                                       \
-            W e = LOAD_S(z_minus_x[i]), move = u * alpha;                                                        \
-            move = move > limit ? limit : move < -limit ? -limit : move;                                         \
-            if (decays) move += decay * (y + (W)B * e);                                                          \
-            W m = e - move;                                                                                      \
-            y += ahead * m - (W)(1 - B) * e;                                                                     \
-            x[i] = STORE(y);                                                                                     \
-            if (MASTERED) master[i] = y;                                                                         \
-            z_minus_x[i] = STORE_S(kept * m, (uint32_t)(place + i), key_e);                                      \
-            grad_rms[i] = STORE_S(s, (uint32_t)(place + i), key_s);                                              \
-        }                                                                                                        \
-        return u_sq;                                                                                             \
-    }                                                                                                            \
-                                                                                                                 \
-    /* Returns the sum of (z - z_1)^2 over the sampled elements, while the chunk is in the cache. */             \
-    INLINE double moved_loop_##NAME(const X *x, const S *z_minus_x, const W *master, const W *z_1, int64_t n,    \
-                                    int64_t place, int64_t stride) {                                             \
-        double moved_sq = 0;                                                                                     \
-        int64_t first = (place + stride - 1) / stride, end = (place + n + stride - 1) / stride;                  \
-        _Pragma("omp simd reduction(+ : moved_sq)") for (int64_t k = first; k < end; k++) {                      \
-            int64_t i = k * stride - place;                                                                      \
-            /* A half-precision x can be infinite where its master is not. */                                    \
-            W y = MASTERED ? master[i] + 0 * LOAD(x[i]) : LOAD(x[i]);                                            \
-            double moved = (double)(y + (W)B * LOAD_S(z_minus_x[i]) - z_1[k]);                                   \
-            moved_sq += moved * moved;                                                                           \
-        }                                                                                                        \
-        return moved_sq;                                                                                         \
-    }                                                                                                            \
-                                                                                                                 \
-    CLONES static void chunk_untuned_##NAME(const Tensor *t, int64_t start, int64_t n, const Coefficients *by,   \
-                                            double *sums) {                                                      \
-        X *x = (X *)t->param + start;                                                                            \
-        const X *g = (const X *)t->grad + start;                                                                 \
-        S *e = (S *)t->z_minus_x + start, *s = (S *)t->grad_rms + start;                                         \
-        W *master = MASTERED ? (W *)t->master + start : NULL;                                                    \
-        int64_t place = t->offset + start;                                                                       \
-        for (int64_t i = 0; i < n; i += PORTION) {                                                               \
-            int64_t m = n - i < PORTION ? n - i : PORTION;                                                       \
-            W *wide = MASTERED ? master + i : NULL;                                                              \
-            sums[0] += by->decay != 0                                                                            \
-                           ? untuned_loop_##NAME(x + i, g + i, e + i, s + i, wide, m, by, place + i, 1)          \
-                           : untuned_loop_##NAME(x + i, g + i, e + i, s + i, wide, m, by, place + i, 0);         \
-        }                                                                                                        \
-        if (t->stride == 1)                                                                                      \
-            sums[1] = moved_loop_##NAME(x, e, master, t->initial_sample, n, place, 1);                           \
-        else if (t->stride > 1)                                                                                  \
-            sums[1] = moved_loop_##NAME(x, e, master, t->initial_sample, n, place, t->stride);                   \
-    }                                                                                                            \
-                                                                                                                 \
-    /* `sums` has two rows with one entry per tensor: the sums of u^2 and of (z - z_1)^2. */                     \
-    int stormplus_untuned_step##NAME(const Tensor *tensors, int64_t count, int threads,                          \
-                                     const Coefficients *coefficients, double *sums) {                           \
-        FOR_CHUNKS(1, { chunk_untuned_##NAME(t, start, n, coefficients + i, chunks.sums + 2 * chunk); })         \
-        for (int64_t i = 0; i < count; i++)                                                                      \
-            for (int64_t k = chunks.first[i]; k < chunks.first[i + 1]; k++) {                                    \
-                sums[i] += chunks.sums[2 * k];                                                                   \
-                sums[count + i] += chunks.sums[2 * k + 1];                                                       \
-            }                                                                                                    \
-        free_chunks(&chunks);                                                                                    \
-        return 0;                                                                                                \
+/* -- the passes: each returns 0, or -1 if there is no memory ------------------------------------- */
+
+#define JOIN(function, type) function##_##type
+#define NAME_OF(function, type) JOIN(function, type)
+#define NAME(function) NAME_OF(function, WIDE)
+#define WIDE float
+#define BITS uint32_t
+#define MANTISSA 23
+#include "native.c"
+#define WIDE double
+#define BITS uint64_t
+#define MANTISSA 52
+#include "native.c"
+
+/* Runs a pass on all chunks. If it goes backwards, it begins with what the pass before it has left
+   in the cache. */
+static int for_chunks(void pass(const Arguments *, Chunk *), const Arguments *by, int backwards) {
+    int64_t all = 0, elements = 0;
+    for (int64_t i = 0; i < by->count; i++) {
+        all += (by->tensors[i].size + CHUNK - 1) / CHUNK;
+        elements += by->tensors[i].size;
     }
+    Chunk *chunks = malloc((size_t)(all + 1) * sizeof *chunks), *next = chunks;
+    if (chunks == NULL) return -1;
+    for (int64_t i = 0; i < by->count; i++)
+        for (int64_t start = 0; start < by->tensors[i].size; start += CHUNK)
+            *next++ = (Chunk){i, start, MIN(start + CHUNK, by->tensors[i].size), {0, 0}};
+    /* Waking a thread costs as much as some 2^16 elements, and far more if its core is busy. */
+    int64_t useful = elements >> 16;
+    int threads = (int)MAX(1, MIN(useful, by->threads));
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t k = 0; k < all; k++) pass(by, chunks + (backwards ? all - 1 - k : k));
+    for (int64_t k = 0; k < all; k++) {
+        by->sums[2 * chunks[k].tensor] += chunks[k].sums[0];
+        by->sums[2 * chunks[k].tensor + 1] += chunks[k].sums[1];
+    }
+    free(chunks);
+    return 0;
+}
 
-UNTUNED_PASS(_f32, float, float, float, LOAD_SAME, STORE_SAME, LOAD_SAME, STORE_EXACT, Y_SAME, 0)
-UNTUNED_PASS(_f64, double, double, double, LOAD_SAME, STORE_SAME, LOAD_SAME, STORE_EXACT, Y_SAME, 0)
-UNTUNED_PASS(_bf16, bf16, float, float, load_bf16, store_bf16, LOAD_SAME, STORE_EXACT, Y_MASTER, 1)
-UNTUNED_PASS(_f16, f16, float, float, load_f16, store_f16, LOAD_SAME, STORE_EXACT, Y_MASTER, 1)
-UNTUNED_PASS(_bf16_state_f32, float, float, bf16, LOAD_SAME, STORE_SAME, load_bf16, store_stochastic, Y_SAME, 0)
-UNTUNED_PASS(_bf16_state_bf16, bf16, float, bf16, load_bf16, store_bf16, load_bf16, store_stochastic, Y_MASTER, 1)
-UNTUNED_PASS(_bf16_state_f16, f16, float, bf16, load_f16, store_f16, load_bf16, store_stochastic, Y_MASTER, 1)
+int stormplus_any_nonfinite(const Arguments *by) { return for_chunks(any_nonfinite, by, 0); }
+
+int stormplus_move(const Arguments *by) {
+    return for_chunks(by->dtype == F64 ? move_double : move_float, by, 1);
+}
+
+int stormplus_estimate(const Arguments *by) {
+    return for_chunks(by->dtype == F64 ? estimate_double : estimate_float, by, 0);
+}
+
+int stormplus_untuned_step(const Arguments *by) {
+    return for_chunks(by->dtype == F64 ? untuned_step_double : untuned_step_float, by, 1);
+}
+
+#else /* the loops, with arithmetic in WIDE */
+
+/* Calls a loop with the dtype of the parameters as a constant. */
+#define FOR_DTYPE(LOOP, ...)                    \
+    if (sizeof(WIDE) == 8)                      \
+        LOOP(by, chunk, __VA_ARGS__, F64);      \
+    else if (by->dtype == BF16)                 \
+        LOOP(by, chunk, __VA_ARGS__, BF16);     \
+    else if (by->dtype == F16)                  \
+        LOOP(by, chunk, __VA_ARGS__, F16);      \
+    else                                        \
+        LOOP(by, chunk, __VA_ARGS__, F32)
+
+INLINE void NAME(move_loop)(const Arguments *by, const Chunk *chunk, int decays, Dtype dtype) {
+    const Tensor t = by->tensors[chunk->tensor];
+    const WIDE alpha = (WIDE)by->alpha, sign = (WIDE)by->sign, l2 = (WIDE)by->l2;
+    WIDE *estimator = t.estimator;
+#pragma omp simd
+    for (int64_t i = chunk->start; i < chunk->stop; i++) {
+        WIDE x = (WIDE)load(t.param, i, dtype), d = estimator[i];
+        WIDE g_tilde = sign * (WIDE)load(t.grad, i, dtype);
+        if (decays) g_tilde += l2 * x;
+        store(t.param, i, x - alpha * d, dtype); /* Alg. 1, line 4 */
+        estimator[i] = d - g_tilde;              /* Alg. 1, line 6: the bracket */
+    }
+}
+
+CLONES static void NAME(move)(const Arguments *by, Chunk *chunk) {
+    FOR_DTYPE(NAME(move_loop), by->l2 != 0);
+}
+
+INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int first, int decays,
+                                Dtype dtype) {
+    const Tensor t = by->tensors[chunk->tensor];
+    const WIDE one_minus_a = (WIDE)by->one_minus_a, sign = (WIDE)by->sign, l2 = (WIDE)by->l2;
+    const int finite_only = by->finite_only;
+    WIDE *estimator = t.estimator;
+    double g_sq = 0, d_sq = 0;
+#pragma omp simd reduction(+ : g_sq, d_sq)
+    for (int64_t i = chunk->start; i < chunk->stop; i++) {
+        WIDE d = sign * (WIDE)load(t.grad, i, dtype);
+        if (decays) d += l2 * (WIDE)load(t.param, i, dtype);
+        g_sq += (double)d * (double)d;
+        if (finite_only) d = d - d == 0 ? d : 0;
+        if (!first) d += one_minus_a * estimator[i]; /* Alg. 1, line 6; without it line 1 */
+        estimator[i] = d;
+        d_sq += (double)d * (double)d;
+    }
+    chunk->sums[0] = g_sq;
+    chunk->sums[1] = d_sq;
+}
+
+CLONES static void NAME(estimate)(const Arguments *by, Chunk *chunk) {
+    if (by->first) {
+        FOR_DTYPE(NAME(estimate_loop), 1, by->l2 != 0);
+    } else if (by->l2 != 0) {
+        FOR_DTYPE(NAME(estimate_loop), 0, 1);
+    } else {
+        FOR_DTYPE(NAME(estimate_loop), 0, 0);
+    }
+}
+
+/* Updates s, and returns u = g / s with 0/0 = 0. The squares of 1e-20 and 1e20 are no float32, so both
+   numbers are first scaled by a power of two, which is exact, such that the larger is near 1. */
+INLINE WIDE NAME(update_rms)(WIDE g, WIDE *s, WIDE w, WIDE one_minus_w) {
+    const BITS one = (BITS)1 << MANTISSA; /* in the exponent */
+    const BITS infinity = ((BITS)1 << (8 * sizeof(BITS) - 1)) - one;
+    BITS g_bits, exponent;
+    memcpy(&g_bits, &g, sizeof g), memcpy(&exponent, s, sizeof *s);
+    g_bits &= (BITS)-1 >> 1;
+    exponent = (g_bits > exponent ? g_bits : exponent) & infinity;
+    exponent = exponent < one ? one : exponent > infinity - 2 * one ? infinity - 2 * one : exponent;
+    BITS inverse_exponent = infinity - one - exponent;
+    WIDE scale, inverse;
+    memcpy(&scale, &exponent, sizeof scale), memcpy(&inverse, &inverse_exponent, sizeof inverse);
+    WIDE near_g = g * inverse, near_s = *s * inverse;
+    WIDE root = (WIDE)__builtin_sqrt(one_minus_w * (near_s * near_s) + w * (near_g * near_g));
+    *s = root * scale;
+    return near_g / (root == 0 ? 1 : root);
+}
+
+/* Updates a part of a chunk, and returns the sum of u^2. */
+INLINE WIDE NAME(update)(const Tensor t, const Coefficients c, const Chunk *chunk, int decays,
+                         Dtype state, Dtype dtype) {
+    const WIDE alpha = (WIDE)c.step_size, limit = (WIDE)c.max_move, decay = (WIDE)c.decay;
+    const WIDE w = (WIDE)c.grad_weight, one_minus_w = (WIDE)(1 - c.grad_weight);
+    const WIDE kept = (WIDE)(1 - c.average_weight), grad_factor = (WIDE)c.grad_factor;
+    const WIDE ahead = (WIDE)(c.average_weight + (1 - B) * (1 - c.average_weight));
+    const uint32_t twice_step = (uint32_t)(2 * (uint64_t)c.step);
+    const uint32_t key_e = mix_bits(twice_step), key_s = mix_bits(twice_step + 1);
+    const int has_master = dtype == BF16 || dtype == F16;
+    WIDE *master = t.master, u_sq = 0;
+#pragma omp simd reduction(+ : u_sq)
+    for (int64_t i = chunk->start; i < chunk->stop; i++) {
+        WIDE g = grad_factor * (WIDE)load(t.grad, i, dtype), s = (WIDE)load(t.grad_rms, i, state);
+        WIDE u = NAME(update_rms)(g, &s, w, one_minus_w);
+        WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
+        if (has_master) y = rounded(master[i], dtype) == y ? master[i] : y;
+        WIDE move = alpha * u;
+        move = move > limit ? limit : move < -limit ? -limit : move;
+        if (decays) move += decay * (y + (WIDE)B * e);
+        WIDE m = e - move; /* the algebra is in plain.py */
+        y += ahead * m - (WIDE)(1 - B) * e;
+        store(t.param, i, y, dtype);
+        if (has_master) master[i] = y;
+        store_state(t.z_minus_x, i, kept * m, state, t.offset + i, key_e);
+        store_state(t.grad_rms, i, s, state, t.offset + i, key_s);
+        u_sq += u * u;
+    }
+    return u_sq;
+}
+
+/* Returns the sum of (z - z_1)^2 over the sampled elements of a chunk. */
+INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, int64_t stride, Dtype state,
+                            Dtype dtype) {
+    const int64_t first = (t.offset + chunk->start + stride - 1) / stride;
+    const int64_t end = (t.offset + chunk->stop + stride - 1) / stride;
+    const WIDE *z_1 = t.initial_sample, *master = t.master;
+    double moved_sq = 0;
+#pragma omp simd reduction(+ : moved_sq)
+    for (int64_t k = first; k < end; k++) {
+        int64_t i = k * stride - t.offset;
+        WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
+        /* A half-precision y can be infinite where its master is not. */
+        if (dtype == BF16 || dtype == F16) y = master[i] + 0 * y;
+        double moved = (double)(y + (WIDE)B * e - z_1[k]);
+        moved_sq += moved * moved;
+    }
+    return moved_sq;
+}
+
+INLINE void NAME(untuned_loop)(const Arguments *by, Chunk *chunk, Dtype state, Dtype dtype) {
+    const Tensor t = by->tensors[chunk->tensor];
+    const Coefficients c = by->coefficients[chunk->tensor];
+    for (Chunk part = *chunk; part.start < chunk->stop; part.start = part.stop) {
+        part.stop = MIN(part.start + PORTION, chunk->stop);
+        chunk->sums[0] += c.decay != 0 ? NAME(update)(t, c, &part, 1, state, dtype)
+                                       : NAME(update)(t, c, &part, 0, state, dtype);
+    }
+    if (t.stride == 1) /* as a constant it is faster */
+        chunk->sums[1] = NAME(measure)(t, chunk, 1, state, dtype);
+    else if (t.stride > 1)
+        chunk->sums[1] = NAME(measure)(t, chunk, t.stride, state, dtype);
+}
+
+CLONES static void NAME(untuned_step)(const Arguments *by, Chunk *chunk) {
+    if (sizeof(WIDE) == 8) {
+        NAME(untuned_loop)(by, chunk, F64, F64);
+    } else if (by->state_dtype == BF16) {
+        FOR_DTYPE(NAME(untuned_loop), BF16);
+    } else {
+        FOR_DTYPE(NAME(untuned_loop), F32);
+    }
+}
+
+#undef WIDE
+#undef BITS
+#undef MANTISSA
+#undef FOR_DTYPE
+
+#endif

@@ -2,14 +2,13 @@
 
 The library is built when the package is installed, if there is a C compiler; nothing is compiled at
 run time. It is plain C behind ctypes and not a torch extension, so that one build serves every
-version of torch and Python. What a pointer cannot say is checked in `supports`.
+version of torch and Python. On a CPU no pass is skipped by a flag: `skip` is ignored.
 """
 
 from __future__ import annotations
 
 import ctypes
 import struct
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +16,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stormplus.torch._tensors import Number, Numbers, Objective, TensorGroup, wide_dtype
+from stormplus.torch._tensors import Number, Numbers, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.versions import version_increment
 
-_NAMES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-}
+_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _increment_version = version_increment()
 
 
@@ -49,85 +43,79 @@ def supports(x: Tensor, grad: Tensor, *state: Tensor) -> bool:
     wide, half = wide_dtype(x.dtype), torch.bfloat16
     return (
         LIBRARY is not None
-        and x.dtype in _NAMES
+        and x.dtype in _DTYPES
         and grad.dtype == x.dtype
         and all(t.dtype == wide or (t.dtype == half and wide == torch.float32) for t in state)
     )
 
 
-class _Objective(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_double) for name in Objective._fields]
+class _Arguments(ctypes.Structure):
+    """The same as `Arguments` in native.c."""
 
-
-_POINTER, _BYTES, _INT, _DOUBLE = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_int, ctypes.c_double
-_ARGUMENTS: dict[str, tuple[Any, ...]] = {  # after the tensors, their number and the threads
-    "any_nonfinite": (),
-    "move": (_DOUBLE, _POINTER),
-    "estimate": (_DOUBLE, _POINTER, _INT, _INT, _POINTER),
-    "untuned_step": (_BYTES, _POINTER),
-}
+    _fields_ = [
+        ("tensors", ctypes.c_char_p),
+        ("count", ctypes.c_int64),
+        ("sums", ctypes.POINTER(ctypes.c_double)),
+        ("threads", ctypes.c_int),
+        ("dtype", ctypes.c_int),
+        ("state_dtype", ctypes.c_int),
+        ("alpha", ctypes.c_double),
+        ("one_minus_a", ctypes.c_double),
+        ("sign", ctypes.c_double),
+        ("l2", ctypes.c_double),
+        ("first", ctypes.c_int),
+        ("finite_only", ctypes.c_int),
+        ("coefficients", ctypes.c_char_p),
+    ]
 
 
 def any_nonfinite(group: TensorGroup) -> Any:
     """See plain.py."""
-    group.native_table = _table(group)  # kept for the pass that follows
-    return _call("any_nonfinite", group) != 0
+    return any(_run("any_nonfinite", group)[::2])
 
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
-    """See plain.py. Skipping is for devices."""
-    _call("move", group, float(alpha), ctypes.byref(_Objective(*group.objective)))
+    """See plain.py."""
+    sign, l2 = group.objective
+    _run("move", group, alpha=alpha, sign=sign, l2=l2)
     _increment_version(group.params)  # autograd has not seen the writes
 
 
 def estimate(
-    group: TensorGroup,
-    one_minus_a: Number,
-    *,
-    first: bool,
-    finite_only: bool,
-    skip: Tensor | None = None,
+    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
-    """See plain.py. Skipping is for devices."""
-    sums, objective = (ctypes.c_double * 2)(), ctypes.byref(_Objective(*group.objective))
-    _call("estimate", group, float(one_minus_a), objective, first, finite_only, sums)
-    return sums[0], sums[1]
+    """See plain.py."""
+    sign, l2 = group.objective
+    by = {"sign": sign, "l2": l2, "first": first, "finite_only": finite_only}
+    sums = _run("estimate", group, one_minus_a=one_minus_a, **by)
+    return sum(sums[::2]), sum(sums[1::2])
 
 
 def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
 ) -> Numbers:
-    """See plain.py. Skipping is for devices."""
-    count = len(group.params)
-    by = np.array(coefficients, np.float64).tobytes("F")  # those of a tensor are adjacent
-    sums = (ctypes.c_double * (2 * count))()
-    _call("untuned_step", group, by, sums)
+    """See plain.py."""
+    rows = np.array(coefficients, np.float64).tobytes("F")  # those of a tensor are adjacent
+    state_dtype = _DTYPES[group.z_minus_x[0].dtype]
+    found = _run("untuned_step", group, coefficients=rows, state_dtype=state_dtype)
+    sums = np.frombuffer(found).reshape(-1, 2).T
     _increment_version(group.params)  # autograd has not seen the writes
-    found = np.frombuffer(sums).reshape(2, count)  # type: ignore[call-overload]
-    for i, sample in enumerate(group.samples):
-        if sample.stride and not group.params[i].is_contiguous():
-            found[1, i] = plain.squared_displacement(group, i)
-    return found
+    for i, x in enumerate(group.params):
+        # native.c measures in the order of memory; the sample is in row-major order.
+        if not x.is_contiguous() and group.samples[i].stride:
+            sums[1, i] = plain.squared_displacement(group, i)
+    return sums
 
 
-def _call(name: str, group: TensorGroup, *arguments: Any) -> int:
-    table = group.native_table or _table(group)
-    if name != "any_nonfinite":
-        group.native_table = None
-    state = group.z_minus_x[0].dtype if name == "untuned_step" else None
-    function = _function(name, group.params[0].dtype, state)
-    found = function(table, len(group.params), torch.get_num_threads(), *arguments)
-    if found < 0:
-        raise MemoryError("the native passes could not allocate their lists")
-    return int(found)
-
-
-@cache
-def _function(name: str, dtype: torch.dtype, state_dtype: torch.dtype | None) -> Any:
-    state = "_bf16_state" if state_dtype == torch.bfloat16 else ""
-    function = getattr(LIBRARY, f"stormplus_{name}{state}_{_NAMES[dtype]}")
-    function.argtypes = (_BYTES, ctypes.c_int64, _INT, *_ARGUMENTS[name])
-    return function
+def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
+    """Run a pass, and return its sums, two per tensor."""
+    table, count = group.native_table or _table(group), len(group.params)
+    group.native_table = table if name == "any_nonfinite" else None  # for the pass that follows
+    sums, dtype = (ctypes.c_double * (2 * count))(), _DTYPES[group.params[0].dtype]
+    every = _Arguments(table, count, sums, torch.get_num_threads(), dtype, **arguments)
+    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(every)) < 0:
+        raise MemoryError("the native passes could not allocate their chunks")
+    return sums
 
 
 def _table(group: TensorGroup) -> bytes:
@@ -136,18 +124,10 @@ def _table(group: TensorGroup) -> bytes:
     if group.estimators:
         for x, g, d in zip(group.params, group.grads, group.estimators):
             rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0)
-    masters = group.masters or group.params
-    for x, g, e, s, z_1, master, sample in zip(
-        group.params,
-        group.grads,
-        group.z_minus_x,
-        group.grad_rms,
-        group.initial_sample,
-        masters,
-        group.samples,
-    ):
-        # native.c measures in the order of memory; the sample is in row-major order.
-        stride = sample.stride if x.is_contiguous() else 0
-        rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
-        rows += (z_1.data_ptr(), master.data_ptr(), stride, sample.offset)
+    else:
+        lists = group.z_minus_x, group.grad_rms, group.initial_sample, group.samples
+        masters = group.masters or group.params  # which are not used
+        for x, g, y, e, s, z_1, sample in zip(group.params, group.grads, masters, *lists):
+            rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
+            rows += (z_1.data_ptr(), y.data_ptr(), sample.stride, sample.offset)
     return struct.pack(f"{len(rows)}q", *rows)

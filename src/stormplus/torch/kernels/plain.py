@@ -48,21 +48,11 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 
 def estimate(
-    group: TensorGroup,
-    one_minus_a: Number,
-    *,
-    first: bool,
-    finite_only: bool,
-    skip: Tensor | None = None,
+    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
-    """Set d to g + (1 - a) d, and return |g|^2 and |d|^2.
+    """Set d to g + (1 - a) d, or to g if it is the first, and return |g|^2 and |d|^2.
 
-    Args:
-        group: The tensors.
-        one_minus_a: 1 - a.
-        first: Set d to g instead.
-        finite_only: Leave out the elements of g that are not finite.
-        skip: See above.
+    With `finite_only`, elements of g that are not finite are left out of d.
     """
     dtype = accumulator_dtype(group.device)
     g_sq, d_sq = torch.zeros(2, dtype=dtype, device=group.device).unbind()
@@ -120,16 +110,15 @@ def untuned_step(
     A sample without a stride is not measured here.
     """
     factors, sums_u_sq, sums_moved_sq = untuned_factors(coefficients), [], []
-    for i, (x, g, e_stored, s_stored, sample) in enumerate(
-        zip(group.params, group.grads, group.z_minus_x, group.grad_rms, group.samples)
-    ):
+    lists = group.params, group.grads, group.z_minus_x, group.grad_rms, group.samples
+    for i, (x, g, e_stored, s_stored, sample) in enumerate(zip(*lists)):
         master = group.masters[i] if group.masters else None
         by = UntunedFactors(*(row[i] for row in factors))
         y, e, s, u = untuned_update(full_precision(x, master), g, e_stored, s_stored, by)
         if e_stored.dtype != y.dtype:
             memory = x if is_dense(x) else x.contiguous()
             place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, memory.stride())
-            place = (sample.offset + place) & 0xFFFFFFFF
+            place = (place + sample.offset) & 0xFFFFFFFF
             e, s = stochastic_round(torch.stack([e, s]), coefficients.step[i], place)
         _write(x, y, skip)  # half-precision x is rounded once, at the end
         _write(e_stored, e, skip)
@@ -220,15 +209,10 @@ def square_norm(t: Tensor) -> Tensor:
 
 
 def stochastic_round(buffers: Tensor, t: Number, place: Tensor) -> Tensor:
-    """Round to bfloat16, up or down with probabilities that make the mean exact.
+    """Round two stacked buffers to bfloat16, with probabilities that make the mean exact.
 
-    The random bits are a hash of the step, the buffer and the element's place in the whole tensor:
-    a resumed or resharded run continues as it would have, and no random stream is used.
-
-    Args:
-        buffers: The two buffers, stacked.
-        t: The step; a number, or a tensor that broadcasts against `place`.
-        place: Of each element, modulo 2^32.
+    The random bits are a hash of the step t, the buffer and the element's place in the whole
+    tensor, modulo 2^32: a resumed or resharded run continues as it would have.
     """
     which = torch.arange(2, device=place.device).reshape(2, *[1] * place.ndim)
     key = mix_bits(2 * (t.to(torch.int64) if isinstance(t, Tensor) else int(t)) + which)

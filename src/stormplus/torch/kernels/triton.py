@@ -7,6 +7,7 @@ Triton comes with torch for CUDA, ROCm and XPU. The first pass imports it, not `
 """
 
 # ruff: noqa: PLR0917 (kernels take numbers and pointers, and no structures)
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from contextlib import nullcontext
 from functools import cache, lru_cache
 from importlib import import_module
 from importlib.util import find_spec
-from itertools import accumulate
+from itertools import accumulate, chain
 from typing import Any, TypeAlias
 
 import torch
@@ -46,8 +47,8 @@ def supports(x: Tensor, grad: Tensor, *state: Tensor) -> bool:
 
 def any_nonfinite(group: TensorGroup) -> Any:
     """See plain.py."""
-    tables = _tables(g=group.grads)
     found = torch.zeros((), dtype=torch.bool, device=group.device)
+    tables = _tables(g=group.grads)
     _launch(nonfinite_kernel, len(tables["chunks"]), **tables, found=found)
     return found
 
@@ -55,28 +56,20 @@ def any_nonfinite(group: TensorGroup) -> Any:
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
     tables = _tables(x=group.params, g=group.grads, d=group.estimators)
-    sign, l2 = group.objective
-    factors = {"alpha": alpha, "sign": sign, "l2": l2 or None}
-    _launch(move_kernel, len(tables["chunks"]), **tables, **factors, skip=skip)
+    by = {"alpha": alpha, "sign": group.objective.sign, "l2": group.objective.l2 or None}
+    _launch(move_kernel, len(tables["chunks"]), **tables, **by, skip=skip)
     _increment_version(group.params)  # autograd has not seen the writes
 
 
 def estimate(
-    group: TensorGroup,
-    one_minus_a: Number,
-    *,
-    first: bool,
-    finite_only: bool,
-    skip: Tensor | None = None,
+    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py. If the pass is skipped, both are zero."""
     tables = _tables(x=group.params, g=group.grads, d=group.estimators)
-    sign, l2 = group.objective
-    factors = {"one_minus_a": one_minus_a, "sign": sign, "l2": l2 or None}
-    options = {"skip": skip, "FIRST": first, "FINITE_ONLY": finite_only}
+    by = {"keep": one_minus_a, "sign": group.objective.sign, "l2": group.objective.l2 or None}
+    by |= {"skip": skip, "FIRST": first, "FINITE_ONLY": finite_only}
     sums = _empty_sums(group, 2, len(tables["chunks"]))
-    results = {"chunk_g_sq": sums[0], "chunk_d_sq": sums[1]}
-    _launch(estimate_kernel, len(tables["chunks"]), **tables, **factors, **options, **results)
+    _launch(estimate_kernel, len(tables["chunks"]), **tables, **by, g_sq=sums[0], d_sq=sums[1])
     g_sq, d_sq = sums.sum(1).unbind()
     return g_sq, d_sq
 
@@ -91,8 +84,8 @@ def untuned_step(
         g=group.grads,
         e=group.z_minus_x,
         s=group.grad_rms,
-        z_1=group.initial_sample,
         master=group.masters or params,
+        z_1=group.initial_sample,
         sizes=[x.numel() for x in params],
         strides=[sample.stride for sample in group.samples],
         offsets=[sample.offset for sample in group.samples],
@@ -100,14 +93,13 @@ def untuned_step(
         channels=[1 if x.is_contiguous() else x.shape[1] for x in params],
         pixels=[1 if x.is_contiguous() else x.shape[2:].numel() for x in params],
     )
-    rows = {name: row.contiguous() for name, row in coefficients._asdict().items()}
-    options = {"skip": skip, "HAS_MASTER": bool(group.masters), "B": INTERPOLATION}
     chunk_u_sq = _empty_sums(group, len(tables["chunks"]))
     u_sq, moved_sq = _empty_sums(group, 2, len(params)).unbind()
-    results = {"chunk_u_sq": chunk_u_sq, "u_sq": u_sq, "moved_sq": moved_sq}
-    arguments = {**tables, **rows, **options, **results}
-    _launch(untuned_kernel, len(tables["chunks"]), **arguments)
-    _launch(measure_kernel, len(params), **arguments)
+    by = {name: row.contiguous() for name, row in coefficients._asdict().items()}
+    by |= {"chunk_u_sq": chunk_u_sq, "u_sq": u_sq, "moved_sq": moved_sq, "skip": skip}
+    by |= {"HAS_MASTER": bool(group.masters), "B": INTERPOLATION}
+    _launch(untuned_kernel, len(tables["chunks"]), **tables, **by)
+    _launch(measure_kernel, len(params), **tables, **by)
     _increment_version(params)  # autograd has not seen the writes
     return u_sq, moved_sq
 
@@ -116,9 +108,8 @@ def _empty_sums(group: TensorGroup, *shape: int) -> Tensor:
     return torch.empty(shape, dtype=accumulator_dtype(group.device), device=group.device)
 
 
-# -- tables on the device --------------------------------------------------------------------------
+# -- launching -------------------------------------------------------------------------------------
 
-_Integers: TypeAlias = tuple[int, ...]
 _kept_for_replays: list[object] = []
 
 
@@ -126,28 +117,29 @@ def _tables(**lists: Sequence[Any]) -> dict[str, Any]:
     """Return the tables in which a kernel finds its elements.
 
     A list of tensors x, as the first one must be, becomes "x_table", their addresses on the device,
-    and "x_like", one of them; a list of numbers keeps its name. "chunks" has the tensor, the start
-    and the stop of each chunk, and "first_chunks" the first chunk of each tensor.
+    and "x_like", one of them; a list of numbers keeps its name. "aligned" says whether all
+    addresses of a tensor are multiples of 16. "chunks" has the tensor, the start and the stop of
+    each chunk, and "first_chunks" the first chunk of each tensor.
     """
     tensors = next(iter(lists.values()))
-    device, sizes = tensors[0].device, tuple([t.numel() for t in tensors])
-    tables, names, numbers = {}, [], []
+    device, sizes, tables, rows = tensors[0].device, tuple([t.numel() for t in tensors]), {}, {}
     for name, values in lists.items():
         if isinstance(values[0], Tensor):
             tables[f"{name}_like"] = values[0]
-            names.append(f"{name}_table")
-            numbers += [t.data_ptr() for t in values]
+            rows[f"{name}_table"] = [t.data_ptr() for t in values]
         else:
-            names.append(name)
-            numbers += values
-    tables |= zip(names, _on_device(device, tuple(numbers), False).view(len(lists), -1))
+            rows[name] = list(values)
+    addresses = [row for name, row in rows.items() if name.endswith("_table")]
+    rows["aligned"] = [all(p % 16 == 0 for p in pointers) for pointers in zip(*addresses)]
+    numbers = _on_device(device, tuple(chain(*rows.values())), False)
+    tables |= zip(rows, numbers.view(len(rows), -1))
     split = _on_device(device, sizes, True)
     tables["chunks"] = split[: -len(sizes) - 1].view(-1, 3)
     tables["first_chunks"] = split[-len(sizes) - 1 :]
     return tables
 
 
-def _on_device(device: torch.device, numbers: _Integers, split: bool) -> Tensor:
+def _on_device(device: torch.device, numbers: tuple[int, ...], split: bool) -> Tensor:
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return _uploaded(device, numbers, split)[1]
     # A captured copy runs at each replay, and not before. It reads the pinned memory again, which
@@ -158,25 +150,19 @@ def _on_device(device: torch.device, numbers: _Integers, split: bool) -> Tensor:
 
 
 @lru_cache(maxsize=32)
-def _uploaded(device: torch.device, numbers: _Integers, split: bool) -> tuple[Tensor, Tensor]:
+def _uploaded(device: torch.device, numbers: tuple[int, ...], split: bool) -> tuple[Tensor, Tensor]:
     """Return numbers, or the chunks of tensors with these sizes, on the host and on the device."""
-    host = torch.tensor(_split(numbers) if split else numbers, dtype=torch.int64)
+    if split:
+        starts = [(i, start) for i, n in enumerate(numbers) for start in range(0, n, _CHUNK)]
+        chunks = chain(*((i, start, min(start + _CHUNK, numbers[i])) for i, start in starts))
+        numbers = (*chunks, 0, *accumulate(-(-n // _CHUNK) for n in numbers))
+    host = torch.tensor(numbers, dtype=torch.int64)
     if device.type != "cpu":
         host = host.pin_memory()  # so that the copy does not wait
     return host, host.to(device, non_blocking=True)
 
 
-def _split(sizes: _Integers) -> list[int]:
-    starts = [(i, start) for i, size in enumerate(sizes) for start in range(0, size, _CHUNK)]
-    chunks = [v for i, start in starts for v in (i, start, min(start + _CHUNK, sizes[i]))]
-    return [*chunks, 0, *accumulate(-(-size // _CHUNK) for size in sizes)]
-
-
-# -- launching -------------------------------------------------------------------------------------
-
-# triton.language and two of its types, once Triton is imported.
-tl: Any = None
-tensor: TypeAlias = Any
+tl: Any = None  # triton.language, once Triton is imported
 constexpr: TypeAlias = Any
 _functions: list[Callable[..., Any]] = []
 
@@ -192,8 +178,8 @@ def _compiled() -> dict[str, Any]:
     """Import Triton, and return the functions for the device by name."""
     triton = import_module("triton")
     compiled = {function.__name__: triton.jit(function) for function in _functions}
-    types = {name: getattr(triton.language, name) for name in ("tensor", "constexpr")}
-    globals().update(compiled, tl=triton.language, **types)  # where Triton looks names up
+    # Where Triton looks names up.
+    globals().update(compiled, tl=triton.language, constexpr=triton.language.constexpr)
     return compiled
 
 
@@ -214,23 +200,17 @@ def _launch(kernel: Callable[..., Any], programs: int, **arguments: Any) -> None
 
 
 @_jit
-def _chunk(chunks: tensor, skip: tensor) -> tensor:
-    """Return the tensor that this program updates, and where to start and to stop in it."""
+def _chunk(chunks, aligned, skip, BLOCK: constexpr):
+    """Return a program's tensor, and where to start, to use masks, and to stop in it."""
     row = chunks + 3 * tl.program_id(0)
     i, start, stop = tl.load(row), tl.multiple_of(tl.load(row + 1), 16), tl.load(row + 2)
     if skip is not None:
         stop = tl.where(tl.load(skip) != 0, start, stop)
-    return i, start, stop
+    return i, start, start + tl.load(aligned + i) * ((stop - start) // BLOCK * BLOCK), stop
 
 
 @_jit
-def _whole_until(start: tensor, stop: tensor, addresses: tensor, BLOCK: constexpr) -> tensor:
-    """Return the end of the blocks without masks; `addresses` is the bitwise or of all of them."""
-    return tl.where(addresses % 16 == 0, start + (stop - start) // BLOCK * BLOCK, start)
-
-
-@_jit
-def _pointer(entry: tensor, like: tensor, PARTIAL: constexpr) -> tensor:
+def _pointer(entry, like, PARTIAL: constexpr):
     """Return an entry of a table of addresses as a pointer of the same type as `like`."""
     pointer = tl.load(entry).to(like.dtype)
     if not PARTIAL:
@@ -239,14 +219,14 @@ def _pointer(entry: tensor, like: tensor, PARTIAL: constexpr) -> tensor:
 
 
 @_jit
-def _to_bfloat16(v: tensor, addend: tensor) -> tensor:
+def _to_bfloat16(v, addend):
     """Truncate v after adding to its bits. NaN, which could overflow, stays."""
     bits = (v.to(tl.uint32, bitcast=True) + addend) & 0xFFFF0000
     return tl.where(tl.abs(v) <= float("inf"), bits.to(tl.float32, bitcast=True), v).to(tl.bfloat16)
 
 
 @_jit
-def _round(v: tensor, dtype: constexpr) -> tensor:
+def _round(v, dtype: constexpr):
     """Round to nearest, ties to even; by bits, as Triton's interpreter truncates to bfloat16."""
     if dtype == tl.bfloat16:
         v = _to_bfloat16(v, 0x7FFF + ((v.to(tl.uint32, bitcast=True) >> 16) & 1))
@@ -254,7 +234,7 @@ def _round(v: tensor, dtype: constexpr) -> tensor:
 
 
 @_jit
-def _mix_bits(n: tensor) -> tensor:
+def _mix_bits(n):
     """See plain.py."""
     n = (n ^ (n >> 16)) * 0x21F0AAAD
     n = (n ^ (n >> 15)) * 0x735A2D97
@@ -262,7 +242,7 @@ def _mix_bits(n: tensor) -> tensor:
 
 
 @_jit
-def _load_y(x: tensor, master: tensor, at: tensor, mask: tensor, HAS_MASTER: constexpr) -> tensor:
+def _load_y(x, master, at, mask, HAS_MASTER: constexpr):
     """Return x or, where it still rounds to a finite x, the master."""
     y = tl.load(x + at, mask).to(tl.float32)
     if HAS_MASTER:
@@ -273,7 +253,7 @@ def _load_y(x: tensor, master: tensor, at: tensor, mask: tensor, HAS_MASTER: con
 
 
 @_jit
-def _rms_and_ratio(g: tensor, s: tensor, w: tensor, one_minus_w: tensor) -> tensor:
+def _rms_and_ratio(g, s, w, one_minus_w):
     """Return the new s, sqrt((1 - w) s^2 + w g^2), and u = g / s."""
     # float32 has no squares of 1e-20 and 1e20: bring both near 1 by a power of two, which is exact.
     larger = tl.maximum(g.to(tl.uint32, bitcast=True) & 0x7FFFFFFF, s.to(tl.uint32, bitcast=True))
@@ -286,12 +266,15 @@ def _rms_and_ratio(g: tensor, s: tensor, w: tensor, one_minus_w: tensor) -> tens
 
 
 @_jit
-def nonfinite_kernel(
-    g_table: tensor, chunks: tensor, found: tensor, g_like: tensor, BLOCK: constexpr
-) -> None:
+def _add_squares(total, v, valid):
+    wide = tl.where(valid, v, 0.0).to(total.dtype)
+    return tl.fma(wide, wide, total)
+
+
+@_jit
+def nonfinite_kernel(g_table, aligned, chunks, found, g_like, BLOCK: constexpr):
     """Set `found` if a chunk has a NaN or an infinity."""
-    i, start, stop = _chunk(chunks, None)
-    middle = _whole_until(start, stop, tl.load(g_table + i), BLOCK)
+    i, start, middle, stop = _chunk(chunks, aligned, None, BLOCK)
     nonfinite = tl.zeros((BLOCK,), tl.int32)
     for PARTIAL in tl.static_range(2):
         g = _pointer(g_table + i, g_like, PARTIAL)
@@ -304,14 +287,11 @@ def nonfinite_kernel(
 
 @_jit
 def move_kernel(
-    x_table: tensor, g_table: tensor, d_table: tensor, chunks: tensor, alpha: tensor, sign: tensor,
-    l2: tensor, skip: tensor, x_like: tensor, g_like: tensor, d_like: tensor,
+    x_table, g_table, d_table, aligned, chunks, alpha, sign, l2, skip, x_like, g_like, d_like,
     BLOCK: constexpr,
-) -> None:  # fmt: skip
+):  # fmt: skip
     """Do `move` on a chunk."""
-    i, start, stop = _chunk(chunks, skip)
-    addresses = tl.load(x_table + i) | tl.load(g_table + i) | tl.load(d_table + i)
-    middle = _whole_until(start, stop, addresses, BLOCK)
+    i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
     step = tl.load(alpha).to(tl.float32)
     for PARTIAL in tl.static_range(2):
         x, g = _pointer(x_table + i, x_like, PARTIAL), _pointer(g_table + i, g_like, PARTIAL)
@@ -319,66 +299,53 @@ def move_kernel(
         for block in range(middle if PARTIAL else start, stop if PARTIAL else middle, BLOCK):
             at = block + tl.arange(0, BLOCK)
             mask = at < stop if PARTIAL else None
-            old_x = tl.load(x + at, mask).to(tl.float32)
-            old_d = tl.load(d + at, mask)
+            old_x, old_d = tl.load(x + at, mask).to(tl.float32), tl.load(d + at, mask)
             g_tilde = sign * tl.load(g + at, mask).to(tl.float32)
             if l2 is not None:  # beyond the paper: weight decay
                 g_tilde += l2 * old_x
-            new_x = old_x - step * old_d  # Alg. 1, line 4
-            tl.store(x + at, _round(new_x, x.dtype.element_ty), mask)
+            new_x = _round(old_x - step * old_d, x.dtype.element_ty)
+            tl.store(x + at, new_x, mask)  # Alg. 1, line 4
             tl.store(d + at, old_d - g_tilde, mask)  # Alg. 1, line 6: the bracket
 
 
 @_jit
 def estimate_kernel(
-    x_table: tensor, g_table: tensor, d_table: tensor, chunks: tensor, one_minus_a: tensor,
-    sign: tensor, l2: tensor, skip: tensor, chunk_g_sq: tensor, chunk_d_sq: tensor, x_like: tensor,
-    g_like: tensor, d_like: tensor, FIRST: constexpr, FINITE_ONLY: constexpr, BLOCK: constexpr,
-) -> None:  # fmt: skip
-    """Do `estimate` on a chunk."""
-    i, start, stop = _chunk(chunks, skip)
-    addresses = tl.load(x_table + i) | tl.load(g_table + i) | tl.load(d_table + i)
-    middle = _whole_until(start, stop, addresses, BLOCK)
-    keep = tl.load(one_minus_a).to(tl.float32)
-    g_sq = tl.zeros((BLOCK,), chunk_g_sq.dtype.element_ty)
-    d_sq = tl.zeros((BLOCK,), chunk_d_sq.dtype.element_ty)
+    x_table, g_table, d_table, aligned, chunks, keep, sign, l2, skip, g_sq, d_sq, x_like,
+    g_like, d_like, FIRST: constexpr, FINITE_ONLY: constexpr, BLOCK: constexpr,
+):  # fmt: skip
+    """Do `estimate` on a chunk; `keep` is 1 - a."""
+    i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
+    one_minus_a = tl.load(keep).to(tl.float32)
+    sum_g_sq = tl.zeros((BLOCK,), g_sq.dtype.element_ty)
+    sum_d_sq = tl.zeros((BLOCK,), d_sq.dtype.element_ty)
     for PARTIAL in tl.static_range(2):
         x, g = _pointer(x_table + i, x_like, PARTIAL), _pointer(g_table + i, g_like, PARTIAL)
         d = _pointer(d_table + i, d_like, PARTIAL)
         for block in range(middle if PARTIAL else start, stop if PARTIAL else middle, BLOCK):
             at = block + tl.arange(0, BLOCK)
             mask = at < stop if PARTIAL else None
-            gradient = sign * tl.load(g + at, mask).to(tl.float32)
+            new_d = sign * tl.load(g + at, mask).to(tl.float32)
             if l2 is not None:  # beyond the paper: weight decay
-                gradient += l2 * tl.load(x + at, mask).to(tl.float32)
-            wide = tl.where(at < stop, gradient, 0.0).to(g_sq.dtype)
-            g_sq = tl.fma(wide, wide, g_sq)
+                new_d += l2 * tl.load(x + at, mask).to(tl.float32)
+            sum_g_sq = _add_squares(sum_g_sq, new_d, at < stop)
             if FINITE_ONLY:
-                gradient = tl.where(tl.abs(gradient) < float("inf"), gradient, 0.0)
-            new_d = gradient  # Alg. 1, line 1
-            if not FIRST:
-                new_d += keep * tl.load(d + at, mask)  # Alg. 1, line 6
+                new_d = tl.where(tl.abs(new_d) < float("inf"), new_d, 0.0)
+            if not FIRST:  # Alg. 1, line 6; without it line 1
+                new_d += one_minus_a * tl.load(d + at, mask)
             tl.store(d + at, new_d, mask)
-            wide = tl.where(at < stop, new_d, 0.0).to(d_sq.dtype)
-            d_sq = tl.fma(wide, wide, d_sq)
-    tl.store(chunk_g_sq + tl.program_id(0), tl.sum(g_sq, 0))
-    tl.store(chunk_d_sq + tl.program_id(0), tl.sum(d_sq, 0))
+            sum_d_sq = _add_squares(sum_d_sq, new_d, at < stop)
+    tl.store(g_sq + tl.program_id(0), tl.sum(sum_g_sq, 0))
+    tl.store(d_sq + tl.program_id(0), tl.sum(sum_d_sq, 0))
 
 
 @_jit
 def untuned_kernel(
-    x_table: tensor, g_table: tensor, e_table: tensor, s_table: tensor, master_table: tensor,
-    offsets: tensor, chunks: tensor, step_size: tensor, max_move: tensor, decay: tensor,
-    grad_weight: tensor, average_weight: tensor, grad_factor: tensor, step: tensor, skip: tensor,
-    chunk_u_sq: tensor, x_like: tensor, g_like: tensor, e_like: tensor, s_like: tensor,
-    master_like: tensor, HAS_MASTER: constexpr, B: constexpr, BLOCK: constexpr,
-) -> None:  # fmt: skip
+    x_table, g_table, e_table, s_table, master_table, aligned, offsets, chunks, step_size,
+    max_move, decay, grad_weight, average_weight, grad_factor, step, skip, chunk_u_sq, x_like,
+    g_like, e_like, s_like, master_like, HAS_MASTER: constexpr, B: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """Do `untuned_step` on a chunk, except for (z - z_1)^2."""
-    i, start, stop = _chunk(chunks, skip)
-    addresses = tl.load(x_table + i) | tl.load(g_table + i) | tl.load(master_table + i)
-    addresses |= tl.load(e_table + i) | tl.load(s_table + i)
-    middle = _whole_until(start, stop, addresses, BLOCK)
-
+    i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
     alpha, limit = tl.load(step_size + i).to(tl.float32), tl.load(max_move + i).to(tl.float32)
     fraction, factor = tl.load(decay + i).to(tl.float32), tl.load(grad_factor + i).to(tl.float32)
     w, c = tl.load(grad_weight + i), tl.load(average_weight + i)
@@ -387,7 +354,6 @@ def untuned_kernel(
     twice_t = 2 * tl.load(step + i).to(tl.int64)
     key_e, key_s = _mix_bits(twice_t.to(tl.uint32)), _mix_bits((twice_t + 1).to(tl.uint32))
     offset = tl.load(offsets + i)
-
     u_sq = tl.zeros((BLOCK,), chunk_u_sq.dtype.element_ty)
     for PARTIAL in tl.static_range(2):
         x, g = _pointer(x_table + i, x_like, PARTIAL), _pointer(g_table + i, g_like, PARTIAL)
@@ -401,10 +367,10 @@ def untuned_kernel(
             old_s = tl.load(s + at, mask).to(tl.float32)
             gradient = factor * tl.load(g + at, mask).to(tl.float32)
             new_s, u = _rms_and_ratio(gradient, old_s, w, one_minus_w)
+            u_sq = _add_squares(u_sq, u, at < stop)
             moved = alpha * u
             moved = tl.where(moved > limit, limit, tl.where(moved < -limit, -limit, moved))
-            moved += fraction * (y + B * old_e)
-            m = old_e - moved
+            m = old_e - (moved + fraction * (y + B * old_e))
             y += m_weight * m - (1 - B) * old_e
             new_e = one_minus_c * m
             if e.dtype.element_ty == tl.bfloat16:  # stochastic rounding
@@ -416,18 +382,15 @@ def untuned_kernel(
             tl.store(s + at, new_s, mask)
             if HAS_MASTER:
                 tl.store(master + at, y, mask)
-            wide = tl.where(at < stop, u, 0.0).to(u_sq.dtype)
-            u_sq = tl.fma(wide, wide, u_sq)
     tl.store(chunk_u_sq + tl.program_id(0), tl.sum(u_sq, 0))
 
 
 @_jit
 def measure_kernel(
-    x_table: tensor, e_table: tensor, master_table: tensor, z_1_table: tensor, sizes: tensor,
-    strides: tensor, offsets: tensor, channels: tensor, pixels: tensor, first_chunks: tensor,
-    chunk_u_sq: tensor, u_sq: tensor, moved_sq: tensor, x_like: tensor, e_like: tensor,
-    master_like: tensor, z_1_like: tensor, HAS_MASTER: constexpr, B: constexpr, BLOCK: constexpr,
-) -> None:  # fmt: skip
+    x_table, e_table, master_table, z_1_table, sizes, strides, offsets, channels, pixels,
+    first_chunks, chunk_u_sq, u_sq, moved_sq, x_like, e_like, master_like, z_1_like, HAS_MASTER:
+    constexpr, B: constexpr, BLOCK: constexpr,
+):  # fmt: skip
     """Sum u^2 over the chunks of a tensor, and (z - z_1)^2 over its sample."""
     i = tl.program_id(0)
     sums = tl.zeros((BLOCK,), u_sq.dtype.element_ty)
@@ -437,8 +400,7 @@ def measure_kernel(
         sums += tl.load(chunk_u_sq + at, at < stop, 0.0)
     tl.store(u_sq + i, tl.sum(sums, 0))
 
-    x = _pointer(x_table + i, x_like, True)
-    e = _pointer(e_table + i, e_like, True)
+    x, e = _pointer(x_table + i, x_like, True), _pointer(e_table + i, e_like, True)
     master = _pointer(master_table + i, master_like, True)
     z_1 = _pointer(z_1_table + i, z_1_like, True)
     size, stride, offset = tl.load(sizes + i), tl.load(strides + i), tl.load(offsets + i)
@@ -453,6 +415,5 @@ def measure_kernel(
         at = index // (C * HW) * (C * HW) + index % HW * C + index // HW % C  # in memory
         y = _load_y(x, master, at, mask, HAS_MASTER)
         z = y + B * tl.load(e + at, mask).to(tl.float32)
-        wide = tl.where(mask, z - tl.load(z_1 + place, mask), 0.0).to(sums.dtype)
-        sums = tl.fma(wide, wide, sums)
+        sums = _add_squares(sums, z - tl.load(z_1 + place, mask), mask)
     tl.store(moved_sq + i, tl.sum(sums, 0))

@@ -1,0 +1,78 @@
+"""Steps inside the user's torch.compile."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from optimizers import values
+from torch import nn
+
+from stormplus import StormPlus, Untuned
+
+
+# torch warns about itself when any optimizer's closure returns a loss inside torch.compile
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")
+def test_a_pair_inside_the_users_torch_compile():
+    """The optimizer itself stays outside the graph; the result is that of the plain call."""
+    ends = []
+    for wrap in (lambda step: step, torch.compile):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
+        opt = StormPlus(model.parameters(), lr=0.3)
+        x, calls = torch.randn(32, 20), []
+
+        def closure():
+            calls.append(None)
+            opt.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            return loss
+
+        step = wrap(opt.step)
+        for _ in range(4):
+            step(closure)
+        assert len(calls) == 7
+        ends.append(values(model.parameters()))
+    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
+
+
+def untuned_run(wrap, **options):
+    """Return the parameters after four steps with given gradients."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in [(20, 30), (30,), (1, 30)]]
+    opt = Untuned(params, **options)
+    step = wrap(opt.step)
+    for _ in range(4):
+        for p in params:
+            p.grad = torch.randn_like(p)
+        step()
+    return values(params)
+
+
+BF16_STATE = {"state_dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        pytest.param("aot_eager", {}, id="aot_eager"),
+        pytest.param("inductor", {}, id="inductor", marks=pytest.mark.long),
+        pytest.param("inductor", BF16_STATE, id="bfloat16 state", marks=pytest.mark.long),
+    ],
+)
+def test_untuned_compiles_without_a_graph_break_and_equals_eager(backend, options):
+    torch._dynamo.reset()
+    compiled = untuned_run(
+        lambda step: torch.compile(step, fullgraph=True, backend=backend), **options
+    )
+    tolerance = 1e-2 if options else 1e-5
+    eager = untuned_run(lambda step: step, **options)
+    torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("module", ["torch._dynamo", "torch._inductor", "triton"])
+def test_importing_the_optimizers_does_not_import_a_compiler(module):
+    code = f"import stormplus.torch, sys; print({module!r} in sys.modules)"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "False"
