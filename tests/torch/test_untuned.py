@@ -201,6 +201,22 @@ ROWS = {
 }
 
 
+def test_complex_tensors_may_have_a_state_in_bfloat16():
+    """Each is a pair of reals, the vector beside the matrix too."""
+    matrix, vector = draw(4, 3, 2), draw(5, 2, seed=1)
+    ends = []
+    for form in (torch.view_as_complex, torch.clone):
+        params = [nn.Parameter(form(x.clone())) for x in (matrix, vector)]
+        opt = Untuned(params, state_dtype=torch.bfloat16)
+        for t in range(5):
+            for p, x in zip(params, (matrix, vector)):
+                p.grad = form(draw(*x.shape, seed=t))
+            opt.step()
+        reals = [torch.view_as_real(p) if p.is_complex() else p for p in values(params)]
+        ends.append((reals, opt.diagnostics()))
+    assert_same(*ends)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("name", ROWS)
 def test_no_coordinate_moves_by_more_than_the_distance(name):
