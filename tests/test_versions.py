@@ -34,7 +34,7 @@ def test_version_counters_are_incremented(release):
 def test_names_are_split_from_parameters(release):
     net = nn.Linear(2, 3)
     group = {"params": net.named_parameters()}
-    versions.part_names(group)
+    versions.split_named_parameters(group)
     if release < (2, 6):
         assert group["param_names"] == ["weight", "bias"]
         assert group["params"] == [net.weight, net.bias]
@@ -48,7 +48,7 @@ def test_parameters_without_names_are_left_alone(release):
     both = net.weight, net.bias
     for given in (net.weight, [*both], {*both}, [("weight", net.weight), net.bias]):
         group = {"params": given}
-        versions.part_names(group)
+        versions.split_named_parameters(group)
         assert group == {"params": given}
 
 

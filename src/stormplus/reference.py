@@ -117,7 +117,8 @@ def minimize(
             with np.errstate(over="ignore", invalid="ignore"):  # checked below
                 g_norm, d_norm = _norm(g), _norm(d)
                 # Beyond the paper: g_0, the unit of the gradient. While all are zero it is 1.
-                g_0 = g_norm or None if g_0 is None else g_0
+                if g_0 is None and g_norm > 0:
+                    g_0 = g_norm
                 in_units = (g_norm / (g_0 or 1.0)) ** 2, (d_norm / (g_0 or 1.0)) ** 2
                 sums, a, eta = rule(sums, *in_units, t)  # Alg. 1, line 3
             if not np.isfinite(sums.sum_d_sq_over_a.total):

@@ -9,7 +9,6 @@ from typing import Any
 from weakref import WeakSet
 
 managed: WeakSet[Any] = WeakSet()  # optimizers that an integration takes care of
-_checked: WeakSet[Any] = WeakSet()
 
 NO_FINDER = "Untuned has no learning rate to find: train without the learning-rate finder"
 _CALLBACK = "pass {}(), from stormplus.integrations.{}, to {}"
@@ -17,7 +16,9 @@ _LIGHTNING = _CALLBACK.format("UntunedCallback", "lightning", "Trainer(callbacks
 _ADVICE = {  # by the module that drives the training loop
     "lightning.pytorch.": _LIGHTNING,
     "pytorch_lightning.": f"import Trainer from lightning.pytorch, and {_LIGHTNING}",
-    "transformers.trainer": _LIGHTNING.replace("lightning", "huggingface"),
+    "transformers.trainer": _CALLBACK.format(
+        "UntunedCallback", "huggingface", "Trainer(callbacks=[...])"
+    ),
     "fastai.learner": _CALLBACK.format("UntunedCallback", "fastai", "Learner(cbs=[...])"),
     "deepspeed.": "DeepSpeed was not verified, and its wrapper does not pass optimizer.eval() on",
 }
@@ -34,9 +35,6 @@ def check_trainer(opt: Any) -> None:
     Raises:
         RuntimeError: If a learning-rate finder drives an `Untuned`.
     """
-    if opt in _checked:
-        return
-    _checked.add(opt)
     averages = hasattr(opt, "at_average")
     frame: FrameType | None = sys._getframe(1)
     modules, accumulated = [], 1

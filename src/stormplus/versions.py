@@ -37,7 +37,7 @@ def version_increment() -> Callable[[list[Tensor]], None]:
     return one_by_one
 
 
-def part_names(group: dict[str, Any]) -> None:
+def split_named_parameters(group: dict[str, Any]) -> None:
     """Split `named_parameters()` in a group into parameters and names, as torch 2.6 does."""
     from torch import Tensor
 

@@ -197,9 +197,9 @@ def test_mixed_dtypes_shapes_and_layouts_in_one_optimizer(case):
             case.step(
                 o, on(o, lambda: sum((1 - torch.cos(p.double())).sum() for p in o.parameters()))
             )
-    for p, twin in zip(params, twins):
+    for p, q in zip(params, twins):
         tolerance = 0.05 if p.dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(p.double(), twin, rtol=tolerance, atol=tolerance)
+        torch.testing.assert_close(p.double(), q, rtol=tolerance, atol=tolerance)
     assert not any(p.is_contiguous() for p in params[-3:])
 
 

@@ -409,7 +409,7 @@ def test_grad_scaler_in_the_ordinary_way():
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 def test_half_precision_has_a_master_so_that_small_steps_add_up(dtype):
-    # Two hundred thousand steps of this size would be lost one by one.
+    # Most of these steps are smaller than half a unit in the last place of p.
     g = draw(400, 50, seed=1)
     p, exact = nn.Parameter(draw(50).to(dtype)), nn.Parameter(draw(50).to(dtype).double())
     opt, twin = descend(p, *g), descend(exact, *g)

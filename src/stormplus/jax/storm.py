@@ -62,8 +62,8 @@ class StormState(NamedTuple):
         gain: a_{t+1}.
         step_size: eta_t.
         unit: The unit of the gradient in use; 1 until "first" has seen a gradient.
-        sum_g_sq: The sum of |g_i|^2, in that unit as the next.
-        sum_d_sq_over_a: The sum of |d_i|^2 / a_{i+1}.
+        sum_g_sq: The sum of |g_i|^2, in units of `unit`.
+        sum_d_sq_over_a: The sum of |d_i|^2 / a_{i+1}, likewise.
         estimator: d_t, like the parameters but float32 or wider.
     """
 
@@ -108,7 +108,7 @@ def storm_plus(
         unit: The unit of the gradient. The rule sees g / unit and d / unit, and the move is
             `x <- x - lr eta_t d / unit`, as if the loss were divided by it. 1.0 is the paper.
             "first" takes the norm of the first gradient that is not zero: nothing depends on
-            the scale of the loss, and `lr` is the length of the first move.
+            the scale of the loss, and the first move has a length of about `lr`.
         mask: A tree of booleans (or a prefix, or a function): which leaves are optimized.
             The others get a zero update and have no buffer.
         gradient_transform: A stateless optax transformation such as clipping, applied to

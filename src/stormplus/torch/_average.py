@@ -1,4 +1,4 @@
-"""Where the tensors of `Untuned` are: their start, and the average that eval() shows."""
+"""The part of `Untuned` that takes no step: initial values, and the average of eval()."""
 
 from __future__ import annotations
 

@@ -34,10 +34,10 @@ from stormplus.torch._tensors import (
     describe_nonfinite,
 )
 from stormplus.torch.kernels import choose_kernels, plain
-from stormplus.versions import part_names
+from stormplus.versions import split_named_parameters
 
 NOTHING_MOVED = "nothing has moved: go on with another sample"
-_PLAIN = (Tensor, nn.Parameter)  # neither sharded nor another subclass
+_ORDINARY_TYPES = (Tensor, nn.Parameter)  # neither sharded nor another subclass
 
 
 def outside_inference_mode() -> torch.inference_mode:
@@ -46,7 +46,7 @@ def outside_inference_mode() -> torch.inference_mode:
 
 
 class BaseOptimizer(Optimizer, ABC):
-    """State that exists from construction and survives loading, for any number of parameters.
+    """Base of all optimizers: state exists from construction and survives saving and loading.
 
     `state[p]` has the parameter's buffers and `started`: whether it has had a gradient. Numbers
     that all parameters share are in a dictionary, `scalars`, in the state of the last trainable
@@ -181,7 +181,7 @@ class BaseOptimizer(Optimizer, ABC):
     @outside_inference_mode()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each starts at its first gradient."""
-        part_names(param_group)
+        split_named_parameters(param_group)
         super().add_param_group(param_group)
         try:
             self._check_group(self.param_groups[-1], added=True)
@@ -317,7 +317,7 @@ class BaseOptimizer(Optimizer, ABC):
                 continue  # it has no elements
             if traced or g.is_neg():  # cheaper than the call below; it cannot be traced
                 g = g.resolve_neg()
-            if info.plain:
+            if info.is_ordinary:
                 x = p
             else:
                 x, g, state = local(p), local_gradient(p, g), self._local_buffers(info)
@@ -339,7 +339,7 @@ class BaseOptimizer(Optimizer, ABC):
             reject_gradient(self.param_groups, p, g)
         if info.layout != (p.device, p.dtype, p.shape, p.stride()):
             self._place_buffers(info)
-        info.plain, info.kernels = type(p) in _PLAIN and not p.is_complex(), None
+        info.is_ordinary, info.kernels = type(p) in _ORDINARY_TYPES and not p.is_complex(), None
         if not p.numel():
             return
         x, g = local(p), local_gradient(p, g)

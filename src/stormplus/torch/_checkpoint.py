@@ -1,4 +1,4 @@
-"""State that survives a checkpoint: kinds of buffers, and checks before a state is loaded.
+"""Saved states: how an optimizer's identity is encoded, and checks before a state is loaded.
 
 torch's loader casts every tensor of a state to its parameter's dtype and takes strings apart, and
 its distributed checkpoint knows tensors and numbers only. So what an optimizer was constructed with

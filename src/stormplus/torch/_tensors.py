@@ -130,7 +130,7 @@ class ParamInfo:
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
-    plain: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
+    is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
     sample: Any = None  # a `Sample`, if the optimizer has numbers per tensor
 
 

@@ -48,7 +48,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     """SGD with corrected momentum; a rule computes the gain and the step size.
 
     `opt.step(closure)` takes one sample, on which it calls the closure twice (on the first step
-    once). A subclass has a `rule`, and that is all.
+    once). A subclass only sets `rule`.
 
     A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
     which skips the sample without waiting, one step late.
@@ -68,7 +68,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             x <- x - lr eta_t (d / unit + weight_decay x). Per group.
         decoupled_weight_decay: See `weight_decay`.
         maximize: Maximize the objective instead.
-        foreach: As in torch.optim; by default the fastest way is chosen from the tensors.
+        foreach: False takes one tensor at a time, in pure torch; True uses torch's multi-tensor
+            operations on a CPU. By default the fastest way is chosen from the tensors.
         replay_rng: Let both evaluations see the same random numbers: torch's own streams, which
             belong to all threads (see `stormplus.pair_lock`), and those of a list of generators.
         check_finite: Detect gradients that are not finite; False saves one read of them.
@@ -77,10 +78,18 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     rule: Rule
     _shared_numbers: ClassVar[dict[str, float]] = {"gain": 1.0} | dict.fromkeys(
         [
-            *("step", "step_size", "grad_norm_sq", "estimator_norm_sq", "grad_evaluations"),
-            *("sum_g_sq", "sum_g_sq_lost", "sum_d_sq_over_a", "sum_d_sq_over_a_lost"),
+            "step",
+            "step_size",
+            "grad_norm_sq",
+            "estimator_norm_sq",
+            "grad_evaluations",
+            "sum_g_sq",
+            "sum_g_sq_lost",
+            "sum_d_sq_over_a",
+            "sum_d_sq_over_a_lost",
             "unit",  # 0 until it is known
-            *("skip", "skipped"),  # on a device: skip the pending sample? How many were skipped?
+            "skip",  # on a device: whether to skip the pending sample
+            "skipped",  # on a device: how many were skipped
         ],
         0.0,
     )
@@ -152,6 +161,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     @torch.no_grad()
     def _move(self) -> None:
+        """Move x by -lr eta d / unit, with eta from the last sample, and subtract g~ from d."""
         if self._pass_hooks:
             self._notify("before_move")
         groups = [group for group in self._tensor_groups() if not group.first]
@@ -178,11 +188,13 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     @torch.no_grad()
     def _estimate(self) -> None:
+        """Complete d with the gradient here, and compute a and eta for the next move."""
         if self._pass_hooks:
             self._notify("before_estimate")
         phase, groups = self._scalars["phase"], self._tensor_groups()
         self._scalars["phase"] = START  # an interrupted pass leaves no estimator
-        now, table, on_host, skip = self._numbers(), self._shared.tensor, self._shared.on_host, None
+        now, skip = self._numbers(), None
+        table, on_host = self._shared.tensor, self._shared.on_host
         if self._check_finite and not on_host:
             skip = (now["skip"] > 0) & (phase == PENDING)
         norms = []
@@ -243,7 +255,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         return dict(zip(self._shared.names, numbers))
 
     def _next_numbers(self, now: State, g_sq: Any, d_sq: Any) -> dict[str, Any]:
-        """Alg. 1, line 3, on floats or on tensors."""
+        """Return the numbers after this sample: a and eta (Alg. 1, line 3), sums and norms."""
         # Beyond the paper: the rule sees the loss divided by `unit`.
         unit_here = g_sq**0.5 if self._unit == "first" else self._unit
         unit = now["unit"] + (now["unit"] == 0) * unit_here

@@ -50,14 +50,15 @@ class Untuned(AveragedOptimizer):
         y     = 0.1 z + 0.9 x                                           parameters
         r    <- min(max(r, RMS of z - z_1), R)                          starts at R / 60
 
-    R is the tensor's root mean square at the start, or one over the root of its inputs if that is
+    R is the tensor's root mean square at the start, or 1 / sqrt(inputs per output) if that is
     larger. No step is larger than the first, R / 60, unless the steps so far agree in every matrix
     of the model, and none moves a coordinate by more than r. See docs/untuned-rule.md.
 
     Call `opt.eval()` before you validate or save a model: it puts the average x into the
     parameters; `opt.train()` puts the iterate back. If the model has BatchNorm, call
-    `recalibrate(model, batches)` after `eval()`. There is no `lr`: the groups have one, 1.0, so
-    that a scheduler has something to multiply, and a `factor`, to slow some layers down.
+    `recalibrate(model, batches)` after `eval()`. The constructor takes no `lr`. Each group has
+    `lr`, 1.0, which a scheduler may multiply, and `factor`, 1.0, which you may lower to slow its
+    layers down; both multiply the step.
 
     A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
     which skips the step without waiting, one step late. Pass hooks (`register_pass_hook`) get
@@ -67,7 +68,8 @@ class Untuned(AveragedOptimizer):
         params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
             `weight_decay`, `maximize` and `factor`.
         weight_decay: Decoupled, as AdamW's with the step size as lr: a step removes this times the
-            step size from every weight.
+            step size from every weight. Tensors that start above 1 / sqrt(inputs per output) take
+            larger steps, and decay at the same rate.
         maximize: Maximize the objective instead.
         state_dtype: torch.bfloat16 keeps the two buffers in 16 bits, stochastically rounded so that
             small changes count in the mean: half the memory. None: the parameters' precision.
@@ -127,7 +129,7 @@ class Untuned(AveragedOptimizer):
         if closure is not None and not self._scalars["averaged"]:
             with torch.enable_grad():
                 loss = closure()
-        if self._scalars["averaged"]:
+        if self._scalars["averaged"]:  # before the closure, or because of it
             raise RuntimeError(
                 "step() called in eval mode; call opt.train() before the forward pass"
             )
@@ -173,11 +175,11 @@ class Untuned(AveragedOptimizer):
             walk=rows["walk"],
             evidence=rows["evidence"],
         )
-        # Numbers that are not finite are found by `_find_lost`, here or in the next step.
+        # `_check_parameters_finite` finds what is not finite, here or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
             alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
-            skip = self._find_lost(rows["displacement"] + eta, present, skip)
+            skip = self._check_parameters_finite(rows["displacement"] + eta, present, skip)
             if self._decays:
                 natural_scale = rows["natural_scale"]
                 decay = rule.decay_factor(decay, alpha, natural_scale, scalars.ceiling, xp)
@@ -224,7 +226,8 @@ class Untuned(AveragedOptimizer):
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._per_tensor, []
         for group in groups:
-            by, flag, (index, mask) = coefficients, skip, table.select(group.columns)
+            by, flag = coefficients, skip
+            index, mask = table.select(group.columns)
             if mask is not None or group.device != table.tensor.device:
                 by = coefficients.of(index, group.device)
                 flag = skip if skip is None else skip.to(group.device, non_blocking=True)
@@ -253,8 +256,13 @@ class Untuned(AveragedOptimizer):
             return (found_inf if bool(found_inf) else None), scale
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
 
-    def _find_lost(self, numbers: Numbers, present: Any, skip: Tensor | None) -> Tensor | None:
-        """Look for parameters that are not finite, by their displacement plus step size."""
+    def _check_parameters_finite(
+        self, numbers: Numbers, present: Any, skip: Tensor | None
+    ) -> Tensor | None:
+        """Raise on a CPU, or add to the flag on a device, if a parameter is not finite.
+
+        Then the sum of its displacement and step size, in `numbers`, is not finite either.
+        """
         if not self._per_tensor.on_host:
             if skip is None:
                 return None
@@ -341,7 +349,8 @@ def _axes(p: Tensor) -> int:
 def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
     """Return lr (1 if it is on a device), factor, weight decay and sign."""
     lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
-    return lr, float(group["factor"]), float(group["weight_decay"]), 1.0 - 2.0 * group["maximize"]
+    sign = -1.0 if group["maximize"] else 1.0
+    return lr, float(group["factor"]), float(group["weight_decay"]), sign
 
 
 def _on_device(lr: Any) -> bool:

@@ -27,7 +27,7 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
 
     Args:
         tensors: The parameter, its gradient, and the tensors of its state that have its shape.
-        foreach: As in torch.optim; False asks for `plain`.
+        foreach: False asks for `plain`, True rules out `native`.
     """
     x, compiling = tensors[0], torch.compiler.is_compiling()
     if foreach is False or not x.numel():
@@ -40,7 +40,7 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
         if triton.supports(*tensors):
             return triton
     # On a CPU torch's multi-tensor operations are loops, and their copies cost memory.
-    return plain if on_cpu and not compiling else multi_tensor
+    return plain if on_cpu and not compiling and not foreach else multi_tensor
 
 
 def _same_layout(tensors: Sequence[Tensor]) -> bool:

@@ -257,7 +257,7 @@ INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int first, in
         WIDE d = sign * (WIDE)load(t.grad, i, dtype);
         if (decays) d += l2 * (WIDE)load(t.param, i, dtype);
         g_sq += (double)d * (double)d;
-        if (finite_only) d = d - d == 0 ? d : 0;
+        d = (d - d != 0) & finite_only ? 0 : d; /* & and no branch: it vectorises */
         if (!first) d += one_minus_a * estimator[i]; /* Alg. 1, line 6; without it line 1 */
         estimator[i] = d;
         d_sq += (double)d * (double)d;
