@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from stormplus import StormPlus
-from stormplus.torch.kernels import choose_kernels, multi_tensor, native, plain
+from stormplus.torch.kernels import choose_kernels, native, plain
 
 pytestmark = pytest.mark.skipif(
     native.LIBRARY is None and not any(map(shutil.which, ("cc", "gcc", "clang"))),
@@ -95,7 +95,7 @@ CHOICES = {
     "contiguous": ([X, X, X], None, native),
     "channels last": ([CHANNELS_LAST] * 3, None, native),
     "foreach=False": ([X, X, X], False, plain),
-    "foreach=True": ([X, X, X], True, multi_tensor),
+    "foreach=True": ([X, X, X], True, plain),
     "gradient with other strides": ([X, torch.zeros(2, 3).t(), X], None, plain),
     "gradient with another dtype": ([X, X.double(), X], None, plain),
     "state with another dtype": ([X, X, X.double()], None, plain),

@@ -68,8 +68,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             x <- x - lr eta_t (d / unit + weight_decay x). Per group.
         decoupled_weight_decay: See `weight_decay`.
         maximize: Maximize the objective instead.
-        foreach: False takes one tensor at a time, in pure torch; True uses torch's multi-tensor
-            operations on a CPU. By default the fastest way is chosen from the tensors.
+        foreach: False takes one tensor at a time, in pure torch; so does True on a CPU. By default
+            the fastest backend is chosen from the tensors.
         replay_rng: Let both evaluations see the same random numbers: torch's own streams, which
             belong to all threads (see `stormplus.pair_lock`), and those of a list of generators.
         check_finite: Detect gradients that are not finite; False saves one read of them.

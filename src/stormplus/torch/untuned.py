@@ -68,8 +68,7 @@ class Untuned(AveragedOptimizer):
         params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
             `weight_decay`, `maximize` and `factor`.
         weight_decay: Decoupled, as AdamW's with the step size as lr: a step removes this times the
-            step size from every weight. Tensors that start above 1 / sqrt(inputs per output) take
-            larger steps, and decay at the same rate.
+            step size from every weight, or less from tensors that start above their natural scale.
         maximize: Maximize the objective instead.
         state_dtype: torch.bfloat16 keeps the two buffers in 16 bits, stochastically rounded so that
             small changes count in the mean: half the memory. None: the parameters' precision.
@@ -175,11 +174,11 @@ class Untuned(AveragedOptimizer):
             walk=rows["walk"],
             evidence=rows["evidence"],
         )
-        # `_check_parameters_finite` finds what is not finite, here or in the next step.
+        # `_check_parameters` finds what is not finite, here or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
             alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
-            skip = self._check_parameters_finite(rows["displacement"] + eta, present, skip)
+            skip = self._check_parameters(rows["displacement"] + eta, present, skip)
             if self._decays:
                 natural_scale = rows["natural_scale"]
                 decay = rule.decay_factor(decay, alpha, natural_scale, scalars.ceiling, xp)
@@ -256,13 +255,10 @@ class Untuned(AveragedOptimizer):
             return (found_inf if bool(found_inf) else None), scale
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
 
-    def _check_parameters_finite(
+    def _check_parameters(
         self, numbers: Numbers, present: Any, skip: Tensor | None
     ) -> Tensor | None:
-        """Raise on a CPU, or add to the flag on a device, if a parameter is not finite.
-
-        Then the sum of its displacement and step size, in `numbers`, is not finite either.
-        """
+        """Raise, or on a device add to the flag, if a displacement plus step size is not finite."""
         if not self._per_tensor.on_host:
             if skip is None:
                 return None
