@@ -180,8 +180,7 @@ class Untuned(AveragedOptimizer):
             alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
             skip = self._check_parameters(rows["displacement"] + eta, present, skip)
             if self._decays:
-                natural_scale = rows["natural_scale"]
-                decay = rule.decay_factor(decay, alpha, natural_scale, scalars.ceiling, xp)
+                decay = rule.decay_factor(decay, alpha, rows["natural_scale"], rows["ceiling"], xp)
             coefficients = UntunedCoefficients(
                 step_size=alpha,
                 max_move=options.lr * scalars.distance,
@@ -255,9 +254,7 @@ class Untuned(AveragedOptimizer):
             return (found_inf if bool(found_inf) else None), scale
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
 
-    def _check_parameters(
-        self, numbers: Numbers, present: Any, skip: Tensor | None
-    ) -> Tensor | None:
+    def _check_parameters(self, numbers: Numbers, present: Any, skip: Any) -> Tensor | None:
         """Raise, or on a device add to the flag, if a displacement plus step size is not finite."""
         if not self._per_tensor.on_host:
             if skip is None:
