@@ -234,6 +234,7 @@ def test_files_join_a_suite(files):
         ("mine", "name = 'Adam'", "Adam is a method of the benchmark"),
         ("mine", "name, make = 'a', print", "rates should be a list of numbers, got None"),
         ("mine", "x = 1\n1 / 0", "line 2: ZeroDivisionError: division by zero"),
+        ("mine", "import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
         ("mine", "x = (", "line 1: SyntaxError"),
         ("lines", "budget = 3", "a workload needs model, loss, data"),
         ("lines", WORKLOAD + "budget = 'a'", "budget should be a positive int, got 'a'"),
