@@ -549,6 +549,21 @@ def test_a_state_that_is_loaded_at_the_average_belongs_to_the_weights_there(save
     assert_same(values(params), x if saved_at_average else there)
 
 
+def test_a_trainer_may_copy_the_state_that_it_has_loaded():
+    """Lightning does so after loading a checkpoint."""
+    problem, params, opt = made(UNTUNED)
+    problem.run(opt, params, problem.samples[:3])
+    x = values(params)
+    opt.eval()
+    opt.load_state_dict(opt.state_dict())
+    for p in params:
+        opt.state[p] = copy.deepcopy(opt.state[p])
+    opt.train()
+    assert_same(values(params), x)
+    problem.run(opt, params, problem.samples[3:5])
+    assert not opt.at_average
+
+
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("change", ["nothing", "unfreeze", "double"])
 def test_a_validation_in_inference_mode(steps, change):

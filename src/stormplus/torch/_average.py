@@ -82,6 +82,7 @@ class AveragedOptimizer(BaseOptimizer):
     @property
     def at_average(self) -> bool:
         """Whether the parameters hold the average: `eval()` was called, and not `train()`."""
+        self._refresh()  # a trainer that loads a state may copy its dictionaries
         return bool(self._scalars["averaged"])
 
     @outside_inference_mode()
