@@ -153,7 +153,7 @@ def _instances(classes: Any) -> Iterator[Any]:
 
 
 def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
-    """Return the solvers with these names, as in tables ("STORM+") or suites ("storm-plus")."""
+    """Return the solvers with these names, as in tables ("STORM+") or suites, and the user's."""
     names = dict.fromkeys(name for s in solvers for name in (s.name, s.method))
     for method in methods:
         if method.lower() not in map(str.lower, names):
@@ -162,7 +162,7 @@ def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
                 + ", ".join(dict.fromkeys(s.method for s in solvers))
             )
     chosen = set(map(str.lower, methods))
-    return [s for s in solvers if {s.method.lower(), s.name.lower()} & chosen]
+    return [s for s in solvers if s.name == "own" or {s.method.lower(), s.name.lower()} & chosen]
 
 
 def _seconds_per_gradient(workload: Any) -> float:

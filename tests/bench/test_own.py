@@ -222,6 +222,8 @@ def test_files_join_a_suite(files):
     }
     assert {key[0] for key in keys(solvers)} == {"nmf"}
     assert {key[1] for key in keys(solvers, alone=True)} == {"Mine"}
+    chosen = make_plan(with_own(SUITE, solvers), methods=["SGD"]).runs  # of the suite's methods
+    assert {run.method for run in chosen} == {"SGD", "Mine"}
     (files / "copy.py").write_text(SOLVER)
     with pytest.raises(ValueError, match="two files have the name Mine"):
         keys([*solvers, files / "copy.py"])
