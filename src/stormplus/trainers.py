@@ -61,8 +61,8 @@ def check_trainer(opt: Any) -> None:
     for prefix, advice in _ADVICE.items():
         if any(module.startswith(prefix) for module in modules):
             warnings.warn(
-                "this trainer validates and saves the iterate of Untuned instead of the average, "
-                f"which is the better model: {advice}",
+                "without the callback this trainer may validate or save the iterate of Untuned "
+                f"instead of the average, which is the better model: {advice}",
                 stacklevel=2,
             )
             return
