@@ -175,6 +175,13 @@ def test_after_a_step_by_hand(library):
     np.testing.assert_allclose(found.evidence, [1 + 0.5 * 9, 1 + 9], rtol=1e-12)
 
 
+def test_steps_that_agree_raise_the_ceiling(library):
+    """The squares are 16 and 2 times R^2, the walk's 0.5: the least agreement, 4 - 1, counts."""
+    before = {"ceiling": 2.0, "walk": 0.5}
+    found = library.after(before=before, mean_square=0.0, displacement=[8.0, math.sqrt(8)])
+    np.testing.assert_allclose(found.distance, [2 * math.sqrt(1 + 3), math.sqrt(8)], rtol=1e-14)
+
+
 def test_distances_and_effective_steps_are_bounded(library):
     """The distance is the largest so far below the ceiling; a step counts for at most 1."""
     before = {"distance": [0.1, 0.1, 0.1, 2.0, 0.1, 0.1], "ceiling": 2.0}

@@ -38,7 +38,7 @@ class UntunedScalars(NamedTuple):
         step: How many gradients the tensor has had.
         step_size: eta of the last step, in units of s.
         distance: r of the next step.
-        ceiling: R, the tensor's scale: r never exceeds it.
+        ceiling: R, the tensor's scale. r exceeds it only while the steps agree.
         effective_steps: The steps so far, each counted as the part of the tensor that it moved.
         walk: The squared distance, in units of R, of a random walk with the same step sizes.
         evidence: The sum of `least_agreement` squared over the effective steps.
@@ -79,7 +79,7 @@ def distance_ceiling(start: Array, natural: Array, xp: Library) -> Array:
     """Return R: the tensor's RMS at the start or its natural scale, whichever is larger.
 
     Without a ceiling r could feed itself: steps are proportional to r, and r is how far they have
-    led.
+    led. While the steps agree the ceiling is higher, see `after_step`.
     """
     return xp.maximum(start, natural)
 
@@ -192,8 +192,11 @@ def after_step(
     return UntunedScalars(
         step=scalars.step + 1.0,
         step_size=step_size,
-        # DoG's distance (Ivgi, Hinder and Carmon, 2023), below the ceiling.
-        distance=xp.minimum(xp.maximum(scalars.distance, displacement), ceiling),
+        # DoG's distance (Ivgi, Hinder and Carmon, 2023), below R or, while the steps agree, below
+        # R sqrt(1 + least), which is R sqrt(t) at most: r does not feed itself.
+        distance=xp.minimum(
+            xp.maximum(scalars.distance, displacement), ceiling * (1.0 + least) ** 0.5
+        ),
         ceiling=ceiling,
         effective_steps=_add(scalars.effective_steps, counts),
         walk=walk,

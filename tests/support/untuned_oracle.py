@@ -84,7 +84,7 @@ def untuned_run(
             weight[i] = min(1.0, mean_square)
             effective_steps[i] += weight[i]
             displacement = rms((z[i] - initial[i]).ravel()[:: strides[i]])
-            r[i] = min(max(r[i], displacement), ceiling[i])
+            r[i] = max(r[i], displacement)
             walk[i] += (rate * eta[i]) ** 2 * mean_square  # squared distance of a random walk
             agreement[i] = max(0.0, displacement**2 / walk[i] - 1) if walk[i] > 0 else 0.0
         # The evidence of this step, once every block has its measurements. A block without a
@@ -93,6 +93,7 @@ def untuned_run(
         least = min((agreement[i] for i in begun), default=0.0)
         for i in present:
             evidence[i] += weight[i] * least**2
+            r[i] = min(r[i], ceiling[i] * math.sqrt(1 + least))
         rows.append(
             {
                 "x": [block.copy() for block in y],

@@ -12,7 +12,7 @@ from itertools import count
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
+from sklearn.datasets import load_diabetes, load_digits
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
@@ -280,6 +280,43 @@ def bag_of_words() -> Case:
     )
 
 
+class Vector(nn.Module):
+    """Numbers to find, from zero."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+def long_vector() -> Case:
+    """A tensor whose natural scale is far below its solution's."""
+    target = torch.randn(50_000, generator=fixed(9))
+
+    def loss(model: Any, *_: Any) -> Tensor:
+        return F.mse_loss(model.weight, target)
+
+    return Case(1500, partial(Vector, 50_000), lambda *_: None, loss, loss, 1.0)
+
+
+def raw_targets() -> Case:
+    """Regression on targets of about 150, the diabetes data of scikit-learn."""
+    bunch = load_diabetes()
+    inputs = torch.tensor(bunch.data / bunch.data.std(0), dtype=torch.float32)
+    targets = torch.tensor(bunch.target, dtype=torch.float32)
+
+    def loss(model: nn.Module, i: Any) -> Tensor:
+        return F.mse_loss(model(inputs[i]).squeeze(1), targets[i])
+
+    return Case(
+        1000,
+        partial(nn.Linear, 10, 1),
+        lambda _, generator: torch.randint(len(targets), (32,), generator=generator),
+        loss,
+        lambda model: loss(model, slice(None)),
+        float(targets.square().mean()),
+    )
+
+
 class Walker(nn.Module):
     """Weights without a task, and their initial values."""
 
@@ -304,14 +341,23 @@ def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float)
 
 
 def constant_gradient() -> Case:
-    """The step size must not grow with the distance: R / sqrt(t) leads at most 2 sqrt(T) R away."""
-    return _walk(10_000, lambda *_: torch.ones(1000), 2 * math.sqrt(10_000))
+    """The distance must not feed itself: no step is longer than R, so T steps lead T R away."""
+    return _walk(10_000, lambda *_: torch.ones(1000), 10_000)
 
 
 def pure_noise() -> Case:
     """The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
     furthest = math.sqrt(1 + math.log(30_000))
     return _walk(30_000, lambda _, generator: torch.randn(1000, generator=generator), furthest)
+
+
+def skewed_noise() -> Case:
+    """Noise that looks like a direction until the rare gradient of the other sign comes."""
+
+    def draw(_: int, generator: Generator) -> Tensor:
+        return torch.where(torch.rand(1000, generator=generator) < 0.02, 49.0, -1.0)
+
+    return _walk(1000, draw, 1000)
 
 
 def _steps(vocabulary: int, activation: str) -> int:
@@ -348,8 +394,11 @@ CASES |= {
     "rows that wake once in a thousand steps": rare_rows,
     "a network with such rows": rare_network,
     "bag of 20,000 words": bag_of_words,
+    "a vector of 50,000 numbers from zero": long_vector,
+    "linear regression on raw targets": raw_targets,
     "constant gradient": constant_gradient,
     "pure noise": pure_noise,
+    "skewed noise": skewed_noise,
 }
 
 

@@ -62,7 +62,7 @@ class UntunedState(NamedTuple):
         step: t, the number of gradients used, and the argument of a schedule.
         skipped: Calls without effect, because the gradient was not finite.
         distance: r of the next step. This and the next five have one entry per leaf.
-        ceiling: R, the leaf's scale: r never exceeds it.
+        ceiling: R, the leaf's scale. r exceeds it only while the steps agree.
         step_size: eta of the last step.
         effective_steps: The steps so far, each counted as the part of the leaf that it moved.
         walk: The squared distance, in units of R, of a random walk with the same step sizes.
@@ -126,12 +126,12 @@ def untuned(
         z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
         x    <- mean of z over about the last tenth of the run          the average
         y     = 0.1 z + 0.9 x                                           the parameters
-        r    <- min(max(r, RMS of z - z_1), R)                          starts at R / 60
+        r    <- min(max(r, RMS of z - z_1), R sqrt(1 + A))              starts at R / 60
 
-    R is the leaf's root mean square at the start, or 1 / sqrt(inputs) if that is larger. No step
-    is larger than the first, R / 60, unless the steps so far agree in every matrix. A leaf has
-    the shape (..., inputs, outputs), as JAX's layers have it. docs/untuned-rule.md has the
-    whole rule.
+    R is the leaf's root mean square at the start, or 1 / sqrt(inputs) if that is larger. A is 0
+    unless the steps so far agree in every matrix; while it is 0, no step is larger than the first,
+    R / 60. A leaf has the shape (..., inputs, outputs), as JAX's layers have it.
+    docs/untuned-rule.md has the whole rule.
 
     This is an ordinary transformation, `tx.update(grads, state, params)`; in a chain it must be
     the last. Gradients are evaluated at y; `averaged(state, params)` is what to validate and to

@@ -42,17 +42,17 @@ class _Options(NamedTuple):
 class Untuned(AveragedOptimizer):
     """One gradient per step, Adam's memory, and nothing to tune.
 
-    Every tensor has a distance r and a ceiling R for it; with g the gradient, in each coordinate:
+    Every tensor has a distance r and a scale R; with g the gradient, in each coordinate:
 
         s^2  <- mean of g^2 over about the last third of the run        RMS gradient
         z    <- z - (r / sqrt(t)) g / s                                 fast iterate
         x    <- mean of z over about the last tenth of the run          average
         y     = 0.1 z + 0.9 x                                           parameters
-        r    <- min(max(r, RMS of z - z_1), R)                          starts at R / 60
+        r    <- min(max(r, RMS of z - z_1), R sqrt(1 + A))              starts at R / 60
 
     R is the tensor's root mean square at the start, or 1 / sqrt(inputs per output) if that is
-    larger. No step is larger than the first, R / 60, unless the steps so far agree in every matrix
-    of the model, and none moves a coordinate by more than r. See docs/untuned-rule.md.
+    larger. A is 0 unless the steps so far agree in every matrix of the model. While it is 0, no
+    step is larger than the first, R / 60. See docs/untuned-rule.md.
 
     Call `opt.eval()` before you validate or save a model: it puts the average x into the
     parameters; `opt.train()` puts the iterate back. If the model has BatchNorm, call
