@@ -41,7 +41,10 @@ class AveragedOptimizer(BaseOptimizer):
         table.write(dict(zip(names, table.spread(constants, columns))), mask)
         rows, parts = table.rows, []
         for group in groups:
-            squares = torch.stack([plain.square_norm(x) for x in group.params])
+            # Copied at once: small results between large temporaries would leave holes in memory.
+            squares = torch.empty(len(group.params), dtype=table.tensor.dtype, device=group.device)
+            for i, x in enumerate(group.params):
+                squares[i] = plain.square_norm(x)
             parts.append((group.process_groups, table.spread((squares,), group.columns)))
         rms = (self._total(parts)[0] / rows["size"]) ** 0.5
         ceiling = rule.distance_ceiling(rms, rows["natural_scale"], xp)
