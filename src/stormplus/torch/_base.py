@@ -51,8 +51,7 @@ class BaseOptimizer(Optimizer, ABC):
     `state[p]` has the parameter's buffers and `started`: whether it has had a gradient. Numbers
     that all parameters share are in a dictionary, `scalars`, in the state of the last trainable
     parameter: torch's loader and its distributed checkpoint keep what is there, but leave out
-    frozen parameters, which usually come first. `generation` grows whenever the state is loaded or
-    reset.
+    frozen parameters, which usually come first. `generation` counts loads and resets.
     """
 
     _shared_numbers: ClassVar[Mapping[str, float]]  # what all parameters share, initially
@@ -237,7 +236,8 @@ class BaseOptimizer(Optimizer, ABC):
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
         compiling = torch.compiler.is_compiling()
         self._traced = compiling or torch._C._len_torch_dispatch_stack() > 0
-        found = self.state.get(self._keeper, {}).get("scalars")
+        # A compiled step would be compiled again for every gradient of a key of `state`.
+        found = self._scalars if compiling else self.state.get(self._keeper, {}).get("scalars")
         if found is None:
             raise RuntimeError(
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
