@@ -186,7 +186,7 @@ def after_step(
         xp: The arrays' library.
     """
     ceiling = scalars.ceiling
-    counts = xp.where(mean_square > 1.0, 1.0, mean_square)
+    counts = mean_square.clip(max=1.0)
     walk = scalars.walk + (alpha / ceiling) ** 2 * mean_square
     least = least_agreement(displacement / ceiling, walk, eligible, xp)
     return UntunedScalars(
@@ -207,7 +207,7 @@ def after_step(
 def _add(total: Sum, term: Array) -> Sum:
     """Add; in float32, which alone needs it, by Kahan's rule. Cheaper than `Sum.plus`."""
     if total.value.dtype.itemsize > 4:
-        return Sum(total.value + term, 0.0 * term)  # zeros on the devices of `value`
+        return Sum(total.value + term, total.lost)
     term = term + total.lost
     value = total.value + term
     return Sum(value, term - (value - total.value))

@@ -221,6 +221,9 @@ def untuned(
                 eligible=_eligible(layout),
                 xp=jnp,
             )
+            # On the devices of the value, also where nothing is lost: else a third compilation.
+            lost = after.effective_steps.lost + 0 * after.effective_steps.value
+            after = after._replace(effective_steps=after.effective_steps._replace(lost=lost))
             scalars = jax.tree.map(if_finite, after, scalars)
         return param_updates, state._replace(
             **scalars._replace(step=if_finite(step, state.step))._asdict(),
