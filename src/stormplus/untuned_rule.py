@@ -193,7 +193,7 @@ def after_step(
         step=scalars.step + 1.0,
         step_size=step_size,
         # DoG's distance (Ivgi, Hinder and Carmon, 2023), below R or, while the steps agree, below
-        # R sqrt(1 + least), which is R sqrt(t) at most: r does not feed itself.
+        # R sqrt(1 + least), about R sqrt(t) at most: r does not feed itself.
         distance=xp.minimum(
             xp.maximum(scalars.distance, displacement), ceiling * (1.0 + least) ** 0.5
         ),
