@@ -220,6 +220,16 @@ def test_complex_parameters_are_pairs_of_reals(case, options):
 
 
 @every
+def test_an_entry_of_the_state_that_is_no_parameters_is_left_alone(case):
+    p = nn.Parameter(torch.ones(3))
+    opt = case([p])
+    opt.state["mine"] = 1
+    case.step(opt, on(opt, lambda: p.square().sum()))
+    opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert opt.state_dict()["state"]["mine"] == opt.state["mine"] == 1
+
+
+@every
 def test_the_state_is_the_buffers_and_scalars(case):
     p = nn.Parameter(torch.randn(1000, 500))
     opt = case([p])
