@@ -7,7 +7,8 @@ Rates come from 2-epoch sweeps over half decades, extended until the best one (l
 lies between two others. Every method then trains for 15 epochs at its best rate with two seeds, and
 with one seed at the rate of the best test accuracy, if that is another one. A run of a sweep is the
 beginning of the long run at that rate. Every epoch saves a checkpoint, OUT/<run>.pt, and appends a
-row to OUT/rows.jsonl, so a killed process goes on where it stopped. Columns of a row:
+row to OUT/rows.jsonl, so a killed process goes on where it stopped. Processes with different
+`--methods` may run at once. Columns of a row:
 
     gradients                   gradient evaluations of a mini-batch so far
     epoch_loss                  mean over the epoch's mini-batches, each before its step
@@ -153,7 +154,6 @@ METHODS = {
         lambda m, lr, c: TwoGradients(m, lr, authors_rule), -3, 2, set_to_none=False
     ),
 }
-FIRST = tuple(METHODS)[:4]  # the most informative ones
 
 
 class Experiment:
@@ -221,15 +221,13 @@ class Experiment:
         run.advance(self.args.epochs)
         run.checkpoint.unlink(missing_ok=True)
 
-    def run_all(self) -> None:
-        for names in (FIRST, *((name,) for name in METHODS if name not in FIRST)):
-            for name in names:
-                self.sweep(name)
-            for name in names:
-                self.finish(name)
-        for name in METHODS:
+    def run(self, names: list[str]) -> None:
+        for name in names:
+            self.sweep(name)
+            self.finish(name)
+        for name in names:
             self.finish(name, seed=1)
-        for name in METHODS:
+        for name in names:
             self.finish(name, metric="test_accuracy")
 
 
@@ -268,7 +266,7 @@ class Run:
     def restore(self) -> None:
         """Start, or go on from the checkpoint."""
         torch.manual_seed(self.seed)
-        self.model = resnet34()
+        self.model = resnet34().to(memory_format=torch.channels_last)  # a fifth faster
         self.epoch = 0
         self.optimizer = self.method.make(self.model, self.key["lr"], self.key["c"])
         if self.checkpoint.exists():
@@ -437,6 +435,9 @@ if __name__ == "__main__":
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--sweep-epochs", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path("out/paper_experiment"))
+    parser.add_argument(
+        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="share them out"
+    )
     parser.add_argument("--figures", action="store_true", help="print the table, draw, copy rows")
     parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
     experiment = Experiment(parser.parse_args())
@@ -444,4 +445,4 @@ if __name__ == "__main__":
         report(experiment)
     else:
         experiment.load()
-        experiment.run_all()
+        experiment.run(experiment.args.methods)
