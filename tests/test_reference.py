@@ -1,4 +1,4 @@
-"""`minimize`: against a literal Algorithm 1, by hand, and with bad input."""
+"""`minimize`: against a literal Algorithm 1, against torch, and with bad input."""
 
 import subprocess
 import sys
@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from oracle import Group, algorithm_1
 
 from stormplus import minimize
-from stormplus.rules import AdaStormRule, StormPlusRule, StormRule
+from stormplus.rules import AdaStormRule, StormPlusRule, StormRule, make_rule
 
 METHODS = ("storm+", "simplified-storm+", "storm")
-FAMILY = (*METHODS, "meta-storm-sg", "meta-storm-na", "normalized-storm", AdaStormRule(50))
+LATER = ("meta-storm-sg", "meta-storm-na", "normalized-storm", AdaStormRule(50))
 
 
 def wavy(x, xi):
@@ -57,7 +57,7 @@ def test_equals_the_literal_algorithm_on_the_loss_divided_by_the_unit(method, un
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", FAMILY, ids=str)
+@pytest.mark.parametrize("method", METHODS + LATER, ids=str)
 @settings(deadline=None, max_examples=20)
 @given(scale=st.sampled_from([1e-20, 1e-6, 1e6, 1e20]), zeros=st.integers(0, 2))
 def test_unit_first_removes_the_scale_of_the_loss(method, scale, zeros):
@@ -93,6 +93,29 @@ def test_with_unit_first_lr_is_the_length_of_the_first_move():
     assert (still.unit, still.x.tolist()) == (1.0, [1, 1])
 
 
+@pytest.mark.parametrize("method", LATER, ids=str)
+def test_rules_that_came_after_run_in_torch_as_in_numpy(method):
+    torch = pytest.importorskip("torch")
+    from stormplus.torch import PairedOptimizer
+
+    class Later(PairedOptimizer):
+        rule = make_rule(method)
+
+    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
+    opt, rng = Later([p], lr=0.5, unit="first"), np.random.default_rng(0)
+    for _ in range(50):
+        xi = draw(rng)
+
+        def closure(xi=xi):
+            p.grad = torch.from_numpy(wavy(p.detach().numpy(), xi))
+            return 0.0
+
+        opt.step(closure)
+    result = minimize(wavy, np.ones(3), draw, 50, method=method, lr=0.5, unit="first", rng=0)
+    np.testing.assert_allclose(p.detach(), result.x, rtol=1e-10)
+    assert opt.diagnostics()["step_size"] == pytest.approx(result.step_size)
+
+
 def test_a_rule_object_is_a_method_and_history_a_dict_of_arrays():
     seen = []
 
@@ -107,6 +130,15 @@ def test_a_rule_object_is_a_method_and_history_a_dict_of_arrays():
         np.testing.assert_array_equal(gains, result.history["gain"][:t])
 
 
+@pytest.mark.parametrize("x0", [[1.0, 2.0], (1, np.float32(2))], ids=str)
+def test_a_list_of_numbers_is_a_vector(x0):
+    expected = minimize(wavy, np.array([1.0, 2.0]), draw, 5, rng=0).x
+    np.testing.assert_array_equal(minimize(wavy, x0, draw, 5, rng=0).x, expected)
+    # A list with an array in it is a list of blocks.
+    blocks = minimize(by_block, [np.array(1.0), 2.0], draw, 5, rng=0).x
+    np.testing.assert_allclose(blocks, expected, rtol=1e-12)
+
+
 def test_without_scipy_the_result_has_the_same_fields():
     code = (
         "import sys\nsys.modules['scipy'] = sys.modules['scipy.optimize'] = None\n"
@@ -116,20 +148,6 @@ def test_without_scipy_the_result_has_the_same_fields():
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert run.stdout.split() == ["3", "5", "True", "False"], run.stderr
-
-
-def test_three_steps_by_hand():
-    # f(x) = x^2/2 without noise: g = d = x, and eta_t = (sum x_i^2/a_{i+1})^(-1/3).
-    # x_1 = sqrt(7):  a_2 = 8^(-2/3) = 1/4, eta_1 = (7*4)^(-1/3)
-    # x_2 = sqrt(7) (1 - 28^(-1/3)) = 1.774449...
-    result = minimize(lambda x, _: x, np.array([7**0.5]), None, 3)
-    x1 = 7**0.5
-    x2 = x1 - 28 ** (-1 / 3) * x1
-    a3 = (1 + 7 + x2**2) ** (-2 / 3)
-    x3 = x2 - (28 + x2**2 / a3) ** (-1 / 3) * x2
-    assert result.x[0] == pytest.approx(x3, rel=1e-14)
-    np.testing.assert_allclose(result.history["grad_norm"], [x1, x2, x3], rtol=1e-14)
-    assert result.history["gain"][:2] == pytest.approx([0.25, a3], rel=1e-14)
 
 
 def test_counts_evaluations_and_draws_one_sample_per_step():
@@ -227,9 +245,10 @@ def test_sums_that_overflow_raise():
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative, got -1.0"),
         ({"lr": "fast"}, ValueError, "lr must be a number or one number per block, got 'fast'"),
         ({"lr": [1.0, 2.0, 3.0]}, ValueError, "one number per block"),
-        ({"x0": []}, ValueError, "at least one block"),
+        ({"method": "ada-storm"}, TypeError, "'ada-storm' needs horizon: pass horizon="),
+        ({"x0": []}, ValueError, "at least one number or block"),
         ({"x0": np.array([np.nan])}, ValueError, "x0 must be finite"),
-        ({"x0": np.array([1j])}, TypeError, "x0 must be real, got complex numbers"),
+        ({"x0": [1j]}, TypeError, "x0 must be real, got complex numbers"),
         ({"grad": lambda x, xi: x[:1]}, ValueError, r"x0 is \(2,\), its gradient \(1,\)"),
         ({"x0": [np.ones(2)], "grad": lambda x, xi: x[0]}, TypeError, "must return a list"),
         ({"x0": [np.ones(2)], "grad": lambda x, xi: []}, ValueError, "return 1 blocks"),

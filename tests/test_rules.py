@@ -159,6 +159,8 @@ def test_names_and_options_are_checked():
         make_rule("adam")
     with pytest.raises(TypeError, match=r"'storm\+' has no option theta; it takes none"):
         make_rule("storm+", theta=0.5)
+    with pytest.raises(TypeError, match="'ada-storm' needs horizon: pass horizon="):
+        make_rule("ada-storm", alpha=0.2)
 
 
 def test_describe_names_the_class_and_its_fields():

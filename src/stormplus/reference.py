@@ -51,7 +51,7 @@ def minimize(
 
     Args:
         grad: `grad(x, xi)`, the gradient of f(.; xi) at x, shaped like `x0`.
-        x0: x_1: an array, or a list of arrays ("blocks").
+        x0: x_1: an array, a list of numbers (a vector), or a list of arrays ("blocks").
         sample: `sample(rng)` draws one xi. None, or a function that returns None, for a
             deterministic objective.
         steps: T, the number of samples; 2T - 1 gradients are evaluated.
@@ -82,10 +82,10 @@ def minimize(
     # A separate stream: choosing x_uniform does not change the samples.
     (reservoir,) = rng.spawn(1)
 
-    single = not isinstance(x0, (list, tuple))
+    if isinstance(x0, (list, tuple)) and not x0:
+        raise ValueError("x0 must have at least one number or block, got an empty list")
+    single = not isinstance(x0, (list, tuple)) or all(map(np.isscalar, x0))
     x = [_as_float64(block) for block in ([x0] if single else x0)]
-    if not x:
-        raise ValueError("x0 must have at least one block, got an empty list")
 
     def gradient(at: Blocks, xi: Any) -> Blocks:
         g = grad(at[0].copy() if single else [block.copy() for block in at], xi)

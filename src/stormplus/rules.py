@@ -19,8 +19,9 @@ lr eta_t d_t / g_0, as if the loss were divided by g_0.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
@@ -173,26 +174,15 @@ def storm_rule(
     return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
 
 
-def _check_meta_storm(rule: Any) -> None:
-    _check_positive(rule)
-    if not 0.25 <= rule.p <= 0.5:
-        raise ValueError(f"p must be between 1/4 and 1/2, got {rule.p}")
-
-
-def _meta_storm_step_size(a: Scalar, sum_d_sq: Scalar, b_0: float, p: float) -> Scalar:
-    """Return 1 / b_t, with b_t = (b_0^(1/p) + sum |d_i|^2)^p / a_{t+1}^q and p + 2q = 1."""
-    return a ** ((1 - p) / 2) / (b_0 ** (1 / p) + sum_d_sq) ** p
-
-
 @dataclass(frozen=True)
-class MetaStormSGRule:
-    """META-STORM-SG (Liu et al. 2022, arXiv 2209.14853): a_0 and b_0 are its units.
+class _MetaStorm(ABC):
+    """What the META-STORM rules share (Liu et al. 2022, arXiv 2209.14853): eta_t = 1 / b_t.
 
-    a_{t+1} = (1 + sum |g_i|^2 / a_0^2)^(-2/3) and eta_t = 1 / b_t, see `_meta_storm_step_size`.
-    Assumes bounded gradients, not values. `sum_d_sq_over_a` holds sum |d_i|^2.
+    b_t = (b_0^(1/p) + sum |d_i|^2)^p / a_{t+1}^q with p + 2q = 1. `sum_d_sq_over_a` holds
+    sum |d_i|^2.
 
     Args:
-        a_0: The unit of the gradient in the gain.
+        a_0: The scale of the gain.
         b_0: Lower bound of b_t.
         p: Power of sum |d_i|^2, in [1/4, 1/2].
     """
@@ -202,35 +192,38 @@ class MetaStormSGRule:
     p: float = 0.5
 
     def __post_init__(self) -> None:
-        _check_meta_storm(self)
+        _check_positive(self)
+        if not 0.25 <= self.p <= 0.5:
+            raise ValueError(f"p must be between 1/4 and 1/2, got {self.p}")
+
+    @abstractmethod
+    def gain(self, sum_g_sq: Scalar, t: Scalar) -> Scalar:
+        """Return a_{t+1}."""
 
     def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq, sum_d_sq = sums.sum_g_sq.plus(g_sq), sums.sum_d_sq_over_a.plus(d_sq)
-        a = (1 + sum_g_sq.total / self.a_0**2) ** (-2 / 3)
-        eta = _meta_storm_step_size(a, sum_d_sq.total, self.b_0, self.p)
-        return Sums(sum_g_sq, sum_d_sq), a, eta
+        a = self.gain(sum_g_sq.total, t)
+        b = (self.b_0 ** (1 / self.p) + sum_d_sq.total) ** self.p
+        return Sums(sum_g_sq, sum_d_sq), a, a ** ((1 - self.p) / 2) / b
 
 
 @dataclass(frozen=True)
-class MetaStormNARule:
-    """META-STORM-NA (Liu et al. 2022): a_{t+1} = (1 + t / a_0)^(-2/3), the rest as META-STORM-SG.
+class MetaStormSGRule(_MetaStorm):
+    """META-STORM-SG: a_0 is the unit of the gradient. Assumes bounded gradients, not values."""
 
-    The gain falls after a_0 steps. Assumes neither bounded gradients nor bounded values, and does
-    not adapt to the noise.
+    def gain(self, sum_g_sq: Scalar, t: Scalar) -> Scalar:
+        return (1 + sum_g_sq / self.a_0**2) ** (-2 / 3)
+
+
+@dataclass(frozen=True)
+class MetaStormNARule(_MetaStorm):
+    """META-STORM-NA: the gain falls after a_0 steps, and does not adapt to the noise.
+
+    Assumes neither bounded gradients nor bounded values.
     """
 
-    a_0: float = 1.0
-    b_0: float = 1.0
-    p: float = 0.5
-
-    def __post_init__(self) -> None:
-        _check_meta_storm(self)
-
-    def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
-        sum_d_sq = sums.sum_d_sq_over_a.plus(d_sq)
-        a = (1 + t / self.a_0) ** (-2 / 3)
-        eta = _meta_storm_step_size(a, sum_d_sq.total, self.b_0, self.p)
-        return Sums(sums.sum_g_sq.plus(g_sq), sum_d_sq), a, eta
+    def gain(self, sum_g_sq: Scalar, t: Scalar) -> Scalar:
+        return (1 + t / self.a_0) ** (-2 / 3)
 
 
 @dataclass(frozen=True)
@@ -238,14 +231,14 @@ class NormalizedStormRule:
     """STORM with normalised moves: a_{t+1} = t^(-2/3), eta_t = t^(-2/3) / |d_t|.
 
     A move has the length lr t^(-2/3) whatever the gradient is. Assumes bounded variance and smooth
-    samples. The moves are those of Cutkosky & Mehta 2020 (arXiv 2002.03305).
+    samples. With T in place of t it is Theorem 4, second case, m = B_1 = 1, of Jiang et al.,
+    "Solving Finite-sum Coupled Compositional Optimization via Multi-block-Single-probe Estimator".
     """
 
     def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         a = t ** (-2 / 3)
         eta = a * (d_sq + (d_sq == 0)) ** (-1 / 2)  # if d = 0 the move is zero for every eta
-        # The sums enter no formula; reported.
-        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
         return Sums(sums.sum_g_sq.plus(g_sq), sum_d_sq_over_a), a, eta
 
 
@@ -303,13 +296,13 @@ def make_rule(method: str | Rule, **options: float) -> Rule:
             raise TypeError(f"set {', '.join(options)} on the rule object, {method!r}")
         return method
     check_choice("method", method, tuple(_RULES))
-    known = {field.name for field in fields(_RULES[method])}
-    unknown = sorted(set(options) - known)
-    if unknown:
-        raise TypeError(
-            f"method {method!r} has no option {', '.join(unknown)}; "
-            f"it takes {', '.join(sorted(known)) or 'none'}"
-        )
+    known = {field.name: field.default is MISSING for field in fields(_RULES[method])}
+    if unknown := sorted(set(options) - set(known)):
+        takes = ", ".join(sorted(known)) or "none"
+        raise TypeError(f"method {method!r} has no option {', '.join(unknown)}; it takes {takes}")
+    missing = [name for name, required in known.items() if required and name not in options]
+    if missing:
+        raise TypeError(f"method {method!r} needs {', '.join(missing)}: pass {missing[0]}=...")
     rule: Rule = _RULES[method](**options)
     return rule
 
