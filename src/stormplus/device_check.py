@@ -57,69 +57,72 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 class Counts(NamedTuple):
     """What a step asks of a device; None if that cannot be counted here."""
 
-    launches: int | None  # kernels, and copies within the device
-    syncs: int | None
-    to_device: int | None  # copies
-    to_host: int | None
+    launches: int | None = None  # kernels, and copies within the device
+    syncs: int | None = None
+    to_device: int | None = None  # copies
+    to_host: int | None = None
 
 
-class Meter:
-    """Counts and times steps on a device."""
+def describe(device: torch.device) -> str:
+    """Return the name of the device, and the version of its runtime."""
+    parts, module = [str(device)], _module(device)
+    if hasattr(module, "get_device_name"):
+        parts.append(module.get_device_name(device))
+    if device.type == "cuda":
+        hip = torch.version.hip
+        parts.append(f"HIP {hip}" if hip else f"CUDA {torch.version.cuda}")
+    return ", ".join(parts)
 
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module: Any = getattr(torch, device.type, None)  # torch.cuda, torch.xpu, ...
 
-    def describe(self) -> str:
-        """Return the name of the device, and the version of its runtime."""
-        parts = [str(self.device)]
-        if hasattr(self._module, "get_device_name"):
-            parts.append(self._module.get_device_name(self.device))
-        if self.device.type == "cuda":
-            hip = torch.version.hip
-            parts.append(f"HIP {hip}" if hip else f"CUDA {torch.version.cuda}")
-        return ", ".join(parts)
+def synchronize(device: torch.device) -> None:
+    """Wait for the device."""
+    if device.type != "cpu" and hasattr(_module(device), "synchronize"):
+        _module(device).synchronize()
 
-    def synchronize(self) -> None:
-        """Wait for the device."""
-        if self.device.type != "cpu" and hasattr(self._module, "synchronize"):
-            self._module.synchronize()
 
-    def count(self, step: Step) -> Counts:
-        """Take a step, and count."""
-        syncs = self._syncs(step) if self.device.type == "cuda" else None
-        activity = getattr(torch.profiler.ProfilerActivity, self.device.type.upper(), None)
-        supported = torch.profiler.supported_activities()
-        if self.device.type == "cpu" or activity is None or activity not in supported:
-            return Counts(None, syncs, None, None)
-        activities = [torch.profiler.ProfilerActivity.CPU, activity]
-        with torch.profiler.profile(activities=activities) as profile:
+def count(device: torch.device, step: Step) -> Counts:
+    """Take a step, and count."""
+    syncs = _syncs(step) if device.type == "cuda" else None
+    activities = [
+        activity
+        for activity in torch.profiler.supported_activities()
+        if activity.name in ("CPU", device.type.upper())
+    ]
+    if len(activities) < 2:  # the CPU itself, or a device that the profiler does not know
+        return Counts(syncs=syncs)
+    with torch.profiler.profile(activities=activities) as profile:
+        step()
+        synchronize(device)
+    return Counts(syncs=syncs, **count_events(profile.events()))
+
+
+def seconds(device: torch.device, step: Step) -> tuple[float, float]:
+    """Return how long a step takes until it returns, and until the device is done: medians."""
+    returned, done = [], []
+    for _ in range(STEPS):
+        synchronize(device)
+        start = time.perf_counter()
+        step()
+        returned.append(time.perf_counter() - start)
+        synchronize(device)
+        done.append(time.perf_counter() - start)
+    return statistics.median(returned), statistics.median(done)
+
+
+def _module(device: torch.device) -> Any:
+    return getattr(torch, device.type, None)  # torch.cuda, torch.xpu, ...
+
+
+def _syncs(step: Step) -> int:
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
             step()
-            self.synchronize()
-        return Counts(syncs=syncs, **count_events(profile.events()))
-
-    def _syncs(self, step: Step) -> int:
-        before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as found:
-            warnings.simplefilter("always")
-            torch.cuda.set_sync_debug_mode("warn")
-            try:
-                step()
-            finally:
-                torch.cuda.set_sync_debug_mode(before)
-        return sum("synchronizing" in str(warning.message) for warning in found)
-
-    def seconds(self, step: Step) -> tuple[float, float]:
-        """Return how long a step takes until it returns, and until the device is done: medians."""
-        returned, done = [], []
-        for _ in range(STEPS):
-            self.synchronize()
-            start = time.perf_counter()
-            step()
-            returned.append(time.perf_counter() - start)
-            self.synchronize()
-            done.append(time.perf_counter() - start)
-        return statistics.median(returned), statistics.median(done)
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum("synchronizing" in str(warning.message) for warning in found)
 
 
 def count_events(events: Iterable[Any]) -> dict[str, int]:
@@ -127,28 +130,23 @@ def count_events(events: Iterable[Any]) -> dict[str, int]:
     found = {"launches": 0, "to_device": 0, "to_host": 0}
     for event in events:
         name = event.name.lower()
-        annotation = name.startswith("optimizer.")  # torch 2.4 does not mark them
-        if (
-            event.device_type.name == "CPU"
-            or annotation
-            or getattr(event, "is_user_annotation", False)
-        ):
-            continue
+        annotation = getattr(event, "is_user_annotation", False)
+        if event.device_type.name == "CPU" or annotation or name.startswith("optimizer."):
+            continue  # torch 2.4 does not mark the annotations of optimizers
         upload = "htod" in name or "hosttodevice" in name
         download = "dtoh" in name or "devicetohost" in name
         found["to_device" if upload else "to_host" if download else "launches"] += 1
     return found
 
 
-def check_device(name: str, meter: Meter | None = None, shapes: Shapes | None = None) -> bool:
+def check_device(name: str, shapes: Shapes | None = None) -> bool:
     """Check the optimizers on a device, print what was found, and return whether all is well.
 
     The steps that are counted and timed are on tensors of these shapes, by default ResNet34's.
     """
     device = _present(name)
-    meter = meter or Meter(device)
     shapes = resnet34_shapes() if shapes is None else shapes
-    print(f"device           {meter.describe()}")
+    print(f"device           {describe(device)}")
     print(f"torch            {torch.__version__}")
     print(f"triton           {'installed' if find_spec('triton') else 'not installed'}")
     print(f"\nParity with the CPU after {STEPS} steps with the same gradients:")
@@ -171,8 +169,16 @@ def check_device(name: str, meter: Meter | None = None, shapes: Shapes | None = 
         except (RuntimeError, NotImplementedError) as error:  # Adam(fused) is not everywhere
             print(f"{title:32s}  not on this device: {str(error).splitlines()[0][:60]}")
             continue
-        waits = _report_step(title, partial(_step, opt), meter)
-        passed.append(not (waits and isinstance(opt, BaseOptimizer)))
+        step = partial(_step, opt)
+        for _ in range(3):  # compile, and fill caches
+            step()
+        synchronize(device)
+        counts, times = count(device, step), seconds(device, step)
+        cells = ["-" if number is None else str(number) for number in counts]
+        cells += [f"{1e3 * time:.2f}" for time in times]
+        verdict = "  waits for the device" if counts.syncs else ""
+        print(f"{title:32s}" + "".join(f"{cell:>10s}" for cell in cells) + verdict)
+        passed.append(not (counts.syncs and isinstance(opt, BaseOptimizer)))
     print("(host: until the call returns; total: until the device is done; medians)")
     print("\nPASS" if all(passed) else "\nFAIL: please open an issue with this output")
     return all(passed)
@@ -260,16 +266,3 @@ def _tensors(shapes: Shapes, device: torch.device) -> list[nn.Parameter]:
         params.append(nn.Parameter(x.to(device)))
         params[-1].grad = g.to(device)
     return params
-
-
-def _report_step(title: str, step: Step, meter: Meter) -> bool:
-    """Count and time a step; return whether it waits for the device."""
-    for _ in range(3):  # compile, and fill caches
-        step()
-    meter.synchronize()
-    counts, times = meter.count(step), meter.seconds(step)
-    numbers = ["-" if count is None else str(count) for count in counts]
-    numbers += [f"{1e3 * seconds:.2f}" for seconds in times]
-    verdict = "  waits for the device" if counts.syncs else ""
-    print(f"{title:32s}" + "".join(f"{number:>10s}" for number in numbers) + verdict)
-    return bool(counts.syncs)
