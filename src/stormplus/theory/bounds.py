@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from scipy.optimize import OptimizeResult, brentq
 
 from stormplus.reference import minimize
 from stormplus.theory.lemmas import Inequality, beta, inverse_beta_tilde, tau_star
@@ -48,7 +46,7 @@ def trace_run(problem: Objective, steps: int, *, x0: Array | None = None, **opti
         calls.append(problem.grad(x, xi))
         return calls[-1]
 
-    def keep(result: OptimizeResult) -> None:
+    def keep(result: Any) -> None:
         rows.append((result.x, result.estimator))
 
     start = problem.start() if x0 is None else x0
@@ -98,25 +96,23 @@ def sum_of_gradients(
     return Inequality(square_sums(trace.g_bar), float(right))
 
 
+def offline_sum(trace: Trace, smoothness: float, value_range: float) -> Inequality:
+    """The last line of Eq. (OfflineCase), on one run without noise.
+
+    S <= B (1 + S)^(2/9) S^(1/3) + L S^(2/3) with S = sum |g_bar_t|^2.
+    """
+    s = square_sums(trace.g_bar)
+    descent = value_range * (1 + s) ** (2 / 9) * s ** (1 / 3)
+    return Inequality(s, descent + smoothness * s ** (2 / 3))
+
+
 def offline_sum_bound(smoothness: float, value_range: float) -> float:
     """Return the bound on sum |g_bar_t|^2 of the offline theorem, valid for every T.
 
-    The largest S with S <= B (1 + S)^(2/9) S^(1/3) + L S^(2/3), the last line of
-    Eq. (OfflineCase). In closed form S <= max(1, 8 L^3, 2^(11/4) B^(9/4)): one of the two
-    terms is at least S/2, and 1 + S <= 2S beyond S = 1.
+    max(1, 8 L^3, 2^(11/4) B^(9/4)), by `offline_sum`: one of its two terms is at least S/2, and
+    1 + S <= 2S beyond S = 1.
     """
-    if smoothness == 0 and value_range == 0:
-        return 0.0
-    closed_form = max(1.0, 8 * smoothness**3, 2 ** (11 / 4) * value_range ** (9 / 4))
-
-    def gap(log_s: float) -> float:
-        s = math.exp(log_s)
-        descent, curvature = (1 + s) ** (2 / 9) * s ** (1 / 3), s ** (2 / 3)
-        return float(s - value_range * descent - smoothness * curvature)
-
-    # gap(S) / S grows with S, so there is one sign change.
-    low, high = -700.0, math.log(closed_form) + 1e-9  # exp(-700) is 1e-304
-    return math.exp(low if gap(low) >= 0 else float(brentq(gap, low, high)))
+    return float(max(1.0, 8 * smoothness**3, 2 ** (11 / 4) * value_range ** (9 / 4)))
 
 
 class MainConstants(NamedTuple):

@@ -48,38 +48,17 @@ def technical_1(b: Sequence[Number], p: Number) -> Inequality:
 
 
 def shifted_technical_1(
-    b: Sequence[Number], first: Number, p: Number, bound: Number | None = None
+    b: Sequence[Number], first: Number, p: Number, factor: int = 2
 ) -> Inequality:
-    """Lemma shifted-technical-1, as printed; `first` is b_0, `bound` is b.
+    """Lemma shifted-technical-1; `first` is b_0.
 
     sum_i b_i / (b_0 + sum_{j<i} b_j)^p <= b / b_0^p + 2/(1-p) (b_0 + sum_i b_i)^(1-p).
-    """
-    bound = max(b) if bound is None else bound
-    left = sum(b_i / s_i**p for b_i, s_i in zip(b, _before(b, first)))
-    return Inequality(left, bound / first**p + 2 / (1 - p) * (first + sum(b)) ** (1 - p))
 
-
-def shifted_technical_1_sharp(b: Sequence[Number], first: Number, p: Number) -> Inequality:
-    """The same with a smaller right side: b / b_0^p + ((b_0 + S)^(1-p) - b_0^(1-p)) / (1-p).
-
-    For a decreasing function h and S_i = b_1 + ... + b_i, a left sum exceeds the integral by
+    It holds with `factor=1` in place of 2: for a decreasing function h and S_i = b_1 + ... + b_i,
     sum_i b_i h(S_{i-1}) - int_0^S h <= sum_i b_i (h(S_{i-1}) - h(S_i)) <= b h(0).
     """
-    left = shifted_technical_1(b, first, p).left
-    integral = ((first + sum(b)) ** (1 - p) - first ** (1 - p)) / (1 - p)
-    return Inequality(left, max(b) / first**p + integral)
-
-
-def shifted_technical_1_line_3(b: Sequence[Number], first: Number, p: Number) -> Inequality:
-    """The third line of the lemma's proof, case 2: false as printed.
-
-    It claims sum_{i<T_0} b_i <= b, where T_0 is the first i with sum_{j<i} b_j >= b. The
-    term that crosses b is in that sum, so 2b is the bound.
-    """
-    bound = max(b)
-    after_t_0 = [(b_i, s_i) for b_i, s_i in zip(b, _before(b, 0 * first)) if s_i >= bound]
-    tail = sum(b_i / ((bound + s_i) / 2) ** p for b_i, s_i in after_t_0)
-    return Inequality(shifted_technical_1(b, first, p).left, bound / first**p + tail)
+    left = sum(b_i / s_i**p for b_i, s_i in zip(b, _before(b, first)))
+    return Inequality(left, max(b) / first**p + factor / (1 - p) * (first + sum(b)) ** (1 - p))
 
 
 def const_sum(a: Sequence[Number], constant: int = 12) -> Inequality:
@@ -96,8 +75,7 @@ def const_sum(a: Sequence[Number], constant: int = 12) -> Inequality:
 def const_sum_delayed(a: Sequence[Number], constant: int = 12, multiple: int = 2) -> Inequality:
     """Lemma ConstSum_Delayed: sum_i a_i / (1 + sum_{j<i} a_j)^(4/3) <= 12 + 2 a_max.
 
-    By the argument of `shifted_technical_1_sharp` it holds with 3 + a_max
-    (`constant=3, multiple=1`).
+    By the argument of `shifted_technical_1` it holds with 3 + a_max (`constant=3, multiple=1`).
     """
     power, one = _ratio(4, 3, a[0]), type(a[0])(1)
     left = sum(a_i / s_i**power for a_i, s_i in zip(a, _before(a, one)))

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from stormplus.install import how_to
+from stormplus.install import required
 from stormplus.theory.problems.base import Array
 
 if TYPE_CHECKING:
@@ -93,10 +93,8 @@ class Observer:
 
     def plot(self) -> Figure:
         """Draw gain and step size, |g| and |d|, and the errors; needs matplotlib."""
-        try:
+        with required("theory"):
             from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(f"observer.plot() needs matplotlib: {how_to('theory')}") from error
         figure = Figure(figsize=(10, 3.2), layout="constrained")
         for axis, (title, names) in zip(figure.subplots(1, 3), PANELS.items()):
             for name, label in names.items():

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import Any
 
 import numpy as np
 
-from stormplus.install import how_to
+from stormplus.install import required
 from stormplus.theory.problems.base import Array
 from stormplus.theory.problems.factor import NonNegativeFactorisation
 from stormplus.theory.problems.rows import NonConvexLogistic
 
 
 def _datasets() -> Any:
-    try:
-        return import_module("sklearn.datasets")
-    except ImportError as error:
-        raise ImportError(
-            f"this problem's data ships inside scikit-learn: {how_to('theory')}"
-        ) from error
+    with required("theory"):
+        from sklearn import datasets
+    return datasets
 
 
 def _logistic(

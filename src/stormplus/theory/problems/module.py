@@ -6,13 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from stormplus.install import how_to
+from stormplus.install import required
 from stormplus.theory.problems.base import Array, Objective
 
-try:
+with required("torch"):
     import torch
-except ImportError as error:  # pragma: no cover
-    raise ImportError(f"`problem.module()` needs torch: {how_to('torch')}") from error
 
 
 class ProblemModule(torch.nn.Module):
