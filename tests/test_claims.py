@@ -1,4 +1,4 @@
-"""What the metadata claims is what `make test-versions` has run."""
+"""What metadata, workflows and the page of versions claim is what `make test-versions` has run."""
 
 import json
 import re
@@ -14,15 +14,15 @@ BENCH = tomllib.loads((ROOT / "benchmark" / "pyproject.toml").read_text())["proj
 TOOL = runpy.run_path(str(ROOT / "tools" / "environments.py"))
 ROWS = json.loads((ROOT / "docs" / "results" / "versions.json").read_text())
 PINNED = "3.11"  # what `make test` runs on
-# Where each extra was run at its floors: the library's in the oldest environment.
+# The environment and the part of its row where each extra was run at its floors.
 FLOORS = (
-    dict.fromkeys(TOOL["LIBRARY"], "oldest")
+    dict.fromkeys(TOOL["LIBRARY"], ("oldest", "library"))
     | {
-        extra: name
+        extra: (name, "trainers")
         for name, environment in TOOL["ENVIRONMENTS"].items()
         for extra in environment.trainers + environment.alone
     }
-    | {TOOL["BENCHMARK"]: "benchmark"}
+    | {TOOL["BENCHMARK"]: ("benchmark", "benchmark")}
 )
 
 
@@ -30,26 +30,27 @@ def padded(version):
     return [*map(int, version.split("+")[0].split(".")), 0, 0, 0][:3]
 
 
-def minor(version):
-    return ".".join(version.split(".")[:2])
+def minor(part):
+    return ".".join(part["python"].split(".")[:2])
 
 
 def test_nothing_that_was_run_failed():
-    assert {"oldest", "between", "newest", "benchmark"} <= set(ROWS)
-    for row in ROWS.values():
-        for part in row.values():
-            assert part["failed"] == 0
-            assert part["passed"] > 50
+    required = {name for name, made in TOOL["ENVIRONMENTS"].items() if not made.optional}
+    assert required <= set(ROWS)
+    parts = [part for row in ROWS.values() for part in row.values()]
+    assert all(part["failed"] == 0 and part["passed"] > 50 for part in parts)
+    page = (ROOT / "docs" / "versions.md").read_text()
+    assert f"-->\n\n{TOOL['table'](ROWS)}\n<!--" in page
 
 
 @pytest.mark.parametrize("extra", FLOORS, ids=lambda extra: extra or "core")
 def test_a_floor_is_the_version_that_was_run(extra):
-    row = ROWS[FLOORS[extra]]
-    kinds = dict.fromkeys(TOOL["LIBRARY"], "library") | {TOOL["BENCHMARK"]: "benchmark"}
-    ran = row[kinds.get(extra, "trainers")]
+    name, part = FLOORS[extra]
     for need in TOOL["requirements"](extra):
-        name, floor = re.fullmatch(r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", need).groups()  # no ceiling
-        assert padded(ran[name]) == padded(floor), name
+        package, floor = re.fullmatch(
+            r"([\w-]+)(?:\[\w+\])?>=([\d.]+)", need
+        ).groups()  # no ceiling
+        assert padded(ROWS[name][part][package]) == padded(floor), package
 
 
 def test_every_extra_of_users_is_looked_at():
@@ -60,13 +61,25 @@ def test_every_extra_of_users_is_looked_at():
 def test_the_classifiers_are_the_pythons_that_were_run():
     claimed = set(re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"])))
     parts = [row[kind] for row in ROWS.values() for kind in ("library", "benchmark") if kind in row]
-    assert claimed == {PINNED, *(minor(part["python"]) for part in parts)}
+    assert claimed == {PINNED, *map(minor, parts)}
     oldest = min(claimed, key=lambda version: int(version.split(".")[1]))
     assert PROJECT["requires-python"] == f">={oldest}"
-    assert minor(ROWS["oldest"]["library"]["python"]) == oldest
-    assert BENCH["requires-python"] == f">={minor(ROWS['benchmark']['benchmark']['python'])}"
+    assert minor(ROWS["oldest"]["library"]) == oldest
+    assert BENCH["requires-python"] == f">={minor(ROWS['benchmark']['benchmark'])}"
 
 
-def test_the_page_shows_what_was_run():
-    page = (ROOT / "docs" / "versions.md").read_text()
-    assert f"-->\n\n{TOOL['table'](ROWS)}\n<!--" in page
+@pytest.mark.parametrize("path", sorted((ROOT / ".github").rglob("*.yml")), ids=lambda p: p.name)
+def test_workflows_are_yaml(path):
+    yaml = pytest.importorskip("yaml")
+    assert isinstance(yaml.safe_load(path.read_text()), dict)
+
+
+def test_the_matrix_of_versions_is_that_of_the_tool():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text())["jobs"]
+    (job,) = jobs.values()
+    matrix = {row["environment"]: row["python"] for row in job["strategy"]["matrix"]["include"]}
+    environments = TOOL["ENVIRONMENTS"]
+    assert matrix == {name: environment.python for name, environment in environments.items()}
+    makefile = (ROOT / "Makefile").read_text()
+    assert re.search(r"^VERSIONS \?= (.+)", makefile, re.MULTILINE)[1].split() == [*environments]

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from pages import run_page
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -96,3 +97,51 @@ def test_every_example_and_every_page_is_listed():
     navigation = (ROOT / "mkdocs.yml").read_text().split("\nnav:")[1]
     pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
     assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
+
+
+def faulty(when):
+    """Return a STORM+ with a mistake of others: it saves x_t too late, or aliases `.grad`."""
+    import torch
+
+    class Faulty(torch.optim.Optimizer):
+        def __init__(self, params):
+            super().__init__(params, {})
+            (self.x,) = self.param_groups[0]["params"]
+            self.old = self.d = None
+
+        def step(self, closure):
+            now = self.x.detach().clone()
+            with torch.no_grad():
+                if self.d is not None:
+                    self.x.copy_(self.old)
+            closure()
+            g_tilde = self.x.grad if when == "aliased" else self.x.grad.clone()
+            with torch.no_grad():
+                self.x.copy_(now)
+            if self.d is None:
+                self.d = g_tilde.clone()
+            else:
+                closure()
+                self.d = self.x.grad + 0.5 * (self.d - g_tilde)
+            with torch.no_grad():
+                self.old = now
+                self.x -= 0.1 * self.d
+                if when == "saved late":
+                    self.old = self.x.clone()
+
+    return Faulty
+
+
+@pytest.mark.parametrize("when", ["saved late", "aliased"])
+def test_the_checks_for_other_implementations_find_their_mistakes(when):
+    checks = run_page("elsewhere.md")
+    estimator = {"estimator": lambda opt, x: opt.d, "gain": lambda opt: 0.5}
+    checks["check_pairs"](faulty("never"))
+    checks["check_estimator"](faulty("never"), **estimator)
+    if when == "saved late":
+        with pytest.raises(AssertionError, match="the correction is zero"):
+            checks["check_pairs"](faulty(when))
+    else:
+        checks["check_pairs"](faulty(when))
+        with pytest.raises(AssertionError, match="not close"):
+            checks["check_estimator"](faulty(when), **estimator)

@@ -1,12 +1,15 @@
-"""What importing costs, and what a missing extra says."""
+"""What importing costs, which code may import which, and what a missing extra says."""
 
+import ast
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 import stormplus
 
+ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "jax", "sklearn", "matplotlib", "benchopt", "rich", "click")
 MODULES = ("stormplus.theory", "stormplus.theory.problems", "stormplus.theory.rivals")
 
@@ -40,7 +43,28 @@ def test_a_missing_extra_says_what_to_install(missing, use, extra):
 
 def test_public_names():
     assert {"StormPlus", "SimplifiedStormPlus", "Storm", "minimize"} <= set(dir(stormplus))
-    for name in stormplus.__all__:
-        assert getattr(stormplus, name).__doc__
+    assert all(getattr(stormplus, name).__doc__ for name in stormplus.__all__)
     with pytest.raises(AttributeError, match="no attribute 'Adam'"):
         _ = stormplus.Adam
+
+
+def imports(path):
+    """Yield the modules that a file imports, anywhere in it."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+@pytest.mark.parametrize(
+    ("folder", "forbidden"),
+    [
+        ("src", ("stormplus_bench", "benchopt")),
+        ("benchmark", ("stormplus_bench.benchmark_stormplus", "stormplus.torch._")),
+        ("src/stormplus/integrations", ("stormplus.torch.",)),
+    ],
+)
+def test_imports_go_one_way(folder, forbidden):
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not [module for module in imports(path) if module.startswith(forbidden)], path
