@@ -37,7 +37,7 @@ from stormplus.theory.problems import BoundedNonConvex, breast_cancer
 HEIGHTS = (0.3, 0.1, 0.03)
 PREDICTED = 1.5 / math.sqrt(math.pi)
 STEPS, SEEDS, BATCH = 1000, 2, 16
-LRS = np.geomspace(1e-2, 1e1, 7)  # times the distance from x_1 to the minimum
+LRS = np.geomspace(1e-3, 1e1, 9)  # times the distance from x_1 to the minimum
 UNITS = np.geomspace(1e-3, 1e3, 7)  # times |g_1|
 
 
@@ -118,9 +118,14 @@ def one_map(grad: Any, value: Any, n: int, dim: int) -> dict[str, Any]:
         [np.mean([run(lr, unit, seed) for seed in range(SEEDS)]) - best.fun for lr in LRS]
         for unit in UNITS
     ]
-    shares = np.array(left) / (value(x0) - best.fun)
-    rounded = [[float(f"{v:.3g}") for v in row] for row in shares]
-    return {"first gradient": round(first, 3), "distance": round(distance, 3), "left": rounded}
+    paper = np.mean([run(1 / distance, 1 / first, seed) for seed in range(SEEDS)]) - best.fun
+    whole = value(x0) - best.fun
+    return {
+        "first gradient": round(first, 3),
+        "distance": round(distance, 3),
+        "left, unit 1, lr 1": float(f"{paper / whole:.3g}"),
+        "left": [[float(f"{v / whole:.3g}") for v in row] for row in left],
+    }
 
 
 def maps() -> dict[str, Any]:
@@ -135,6 +140,12 @@ def maps() -> dict[str, Any]:
     }
 
 
+def edges(centres: Any) -> Any:
+    """Return the edges of cells around a geometric grid."""
+    half = math.sqrt(centres[1] / centres[0])
+    return np.append(centres / half, centres[-1] * half)
+
+
 def draw(found: dict[str, Any]) -> None:
     figure = Figure(figsize=(WIDTH, 3.9), layout="constrained")
     panels = figure.subplots(1, 2, sharey=True)
@@ -143,7 +154,7 @@ def draw(found: dict[str, Any]) -> None:
         part = found[name]
         left = np.clip(np.nan_to_num(np.array(part["left"]), nan=np.inf), 1e-5, 10)
         image = axis.pcolormesh(
-            LRS, UNITS, np.log10(left), cmap="viridis_r", vmin=-4, vmax=1, shading="nearest"
+            edges(LRS), edges(UNITS), np.log10(left), cmap="viridis_r", vmin=-4, vmax=1
         )
         axis.set(xscale="log", yscale="log", xlabel="lr / distance to the minimum")
         axis.set_title(f"{name}, $|g_1|$ = {part['first gradient']:.3g}", fontsize=9)
