@@ -25,15 +25,8 @@ from stormplus.rules import (
     make_rule,
 )
 
-RULES = {
-    "storm+": StormPlusRule(),
-    "simplified-storm+": SimplifiedStormPlusRule(),
-    "storm": StormRule(),
-    "meta-storm-sg": MetaStormSGRule(),
-    "meta-storm-na": MetaStormNARule(),
-    "normalized-storm": NormalizedStormRule(),
-    "ada-storm": AdaStormRule(horizon=1000),
-}
+REQUIRED = {"ada-storm": {"horizon": 1000}}
+RULES = {name: make_rule(name, **REQUIRED.get(name, {})) for name in rules._RULES}
 every_rule = pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 # 0 and the far ends of what a gradient's norm may be, beside ordinary values
 NORMS = st.one_of(st.sampled_from([0.0, 1e-20, 1e-10, 1.0, 1e10, 1e20]), st.floats(0, 1e20))
@@ -151,8 +144,8 @@ def test_constants_are_checked(make, message):
 
 
 def test_names_and_options_are_checked():
-    for name, rule in RULES.items():
-        assert make_rule(name, **({"horizon": 1000} if name == "ada-storm" else {})) == rule
+    assert RULES["storm"] == StormRule()
+    assert RULES["ada-storm"] == AdaStormRule(1000, alpha=0.25)
     assert StormRule(theta=np.float32(0.5), w=1) == StormRule(theta=0.5, w=1.0)
     assert json.dumps(rules.describe(StormRule(theta=np.float32(0.5))))  # a checkpoint has it
     with pytest.raises(ValueError, match=r"method must be one of storm\+, .*, got 'adam'"):

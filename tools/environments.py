@@ -39,7 +39,6 @@ SHOWN = ("numpy", "scipy", "torch", "jax", "optax")
 TESTS = (
     "jax", "theory", "test_rules.py", "test_untuned_rule.py", "test_reference.py",
     "test_package.py", "test_versions.py",
-    "test_packaging.py::test_installing_the_wheel_would_replace_nothing",
     "test_documents.py::test_code_blocks_run[README.md]", "torch",
 )  # fmt: skip
 

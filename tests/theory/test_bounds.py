@@ -5,7 +5,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormplus import minimize
 from stormplus.theory import bounds, trace_run
 from stormplus.theory.bounds import main_theorem_constants, square_sums, sum_of_gradients
 from stormplus.theory.problems import BoundedNonConvex, Constants, outlier_regression
@@ -154,21 +153,3 @@ def test_constants_of_the_main_theorem_and_of_the_first_error():
     weights = np.cumprod(1 - (1 + 30.0**2 * np.arange(1, 20_000)) ** (-2 / 3))
     half = int(np.argmax(weights < 0.5)) + 1
     assert half == pytest.approx((np.log(2) / 3) ** 3 * 30.0**4, rel=0.25)
-
-
-@pytest.mark.parametrize(("c", "s"), [(10.0, 2.0), (1e-3, 5.0)])
-def test_rescaling_f_and_x_is_undone_by_unit_and_lr(c, s):
-    """f'(x') = c f(x'/s): the run is the same, rescaled, with unit c/s and lr s."""
-    base = BoundedNonConvex(3, 0.5)
-
-    def run(scale, **options):
-        def grad(x, xi):
-            return c / s * base.grad(x / s, xi) if scale == s else base.grad(x, xi)
-
-        x0 = scale * base.start()
-        return minimize(grad, x0, base.sample, 50, rng=0, **options).x / scale
-
-    np.testing.assert_allclose(run(s, unit=c / s, lr=s), run(1), rtol=1e-9)
-    first = run(s, unit="first", lr=0.7 * s), run(1, unit="first", lr=0.7)
-    np.testing.assert_allclose(*first, rtol=1e-9)
-    assert np.abs(run(s) - run(1)).max() > 0.05  # without that care it differs

@@ -5,10 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from stormplus.theory.problems import RobustRegression, breast_cancer, outlier_regression
+from stormplus.theory.problems import RobustRegression, outlier_regression
 from stormplus.theory.rivals import METHODS, CountedGradients, minimize_finite_sum
-
-every_method = pytest.mark.parametrize("method", METHODS)
 
 
 @pytest.fixture
@@ -18,7 +16,7 @@ def problem():
 
 @pytest.fixture
 def charged(problem):
-    """The sizes of the batches of a run, as the problem itself saw them."""
+    """Return a function that returns the sizes of a run's batches, as the problem saw them."""
 
     def run(method, budget):
         calls, grad = [], type(problem).grad
@@ -26,14 +24,10 @@ def charged(problem):
         found = minimize_finite_sum(problem, problem.start(), budget, method=method, rng=0)
         assert found.ngev == sum(calls) <= budget
         assert found.nit > 0
+        assert budget - sum(calls) < 3 * problem.n_samples  # the budget is used
         return calls
 
     return run
-
-
-@every_method
-def test_every_gradient_is_counted_and_the_budget_is_used(charged, method):
-    assert 1000 - sum(charged(method, 1000)) < 3 * 60
 
 
 def test_each_is_charged_what_its_paper_says(charged):
@@ -52,17 +46,15 @@ def test_each_is_charged_what_its_paper_says(charged):
     assert len(later) % 3 == 0
 
 
-@pytest.mark.parametrize("n", [10, 569, 100_000])
-def test_the_constants_of_svrg_are_admissible(n):
+@pytest.mark.parametrize(("n", "least"), [(10, 0.1), (569, 0.2235), (100_000, 0.1)])
+def test_the_constants_of_svrg_are_admissible(n, least):
     """Reddi et al. 2016, Theorem 2: Gamma_t > 0 for eta = mu / (L n^(2/3)), beta = L / n^(1/3)."""
     mu, c, gammas = 0.25, 0.0, []  # L = 1
     eta, beta = mu / n ** (2 / 3), n ** (-1 / 3)
     for _ in range(int(n / (3 * mu))):
         gammas.append(eta - c * eta / beta - eta**2 - 2 * c * eta**2)
         c = c * (1 + eta * beta + 2 * eta**2) + eta**2
-    assert min(gammas) * n ** (2 / 3) > 0.1
-    if n == 569:
-        assert min(gammas) * n ** (2 / 3) == pytest.approx(0.224, abs=5e-4)
+    assert min(gammas) * n ** (2 / 3) > least
 
 
 @pytest.mark.parametrize(
@@ -86,29 +78,25 @@ def test_with_one_data_point_every_rival_is_gradient_descent(method, theory):
             np.testing.assert_allclose(found, x, rtol=1e-12 if given else 1e-2)
 
 
-def test_svrg_estimator_is_unbiased_and_its_variance_reduced(problem):
-    rng = np.random.default_rng(0)
-    x, anchor = rng.standard_normal((2, 4))
-    gradients, full = CountedGradients(problem, 10**6, rng), problem.full_grad(anchor)
+@pytest.mark.parametrize("method", METHODS)
+def test_differences_reduce_the_variance(method, problem):
+    """|grad f| over the last tenth of 20,000 gradients; SGD at this step size stays at 0.034."""
+    norms = []
 
-    def estimates(at):
-        return np.array([gradients.difference(at, anchor, [i]) + full for i in range(60)])
+    def see(result):
+        if result.ngev > 18_000:
+            norms.append(np.linalg.norm(problem.full_grad(result.x)))
 
-    np.testing.assert_allclose(estimates(x).mean(0), problem.full_grad(x), atol=1e-14)
-    near = anchor + 0.01 * x
-    plain = np.array([problem.grad(near, [i]) for i in range(60)])
-    assert estimates(near).var(0).sum() < 0.1 * plain.var(0).sum()
+    options = {"step_size": 0.03, "rng": 0, "callback": see}
+    assert minimize_finite_sum(problem, problem.start(), 20_000, method=method, **options).success
+    assert np.mean(norms) < 0.01
 
 
-@every_method
-@pytest.mark.parametrize("step_size", [None, 0.03])
-def test_theory_and_tuned_step_sizes_both_make_progress(method, step_size):
-    problem = breast_cancer()
-    start, options = problem.start(), {"step_size": step_size, "rng": 0}
-    result = minimize_finite_sum(problem, start, 6_000, method=method, **options)
-    left, first = (np.linalg.norm(problem.full_grad(x)) for x in (result.x, start))
-    assert result.success
-    assert left < (1 if step_size is None else 0.5) * first
+def test_svrg_estimator_is_unbiased(problem):
+    x, anchor = np.random.default_rng(0).standard_normal((2, 4))
+    gradients, full = CountedGradients(problem, 10**6, None), problem.full_grad(anchor)
+    estimates = [gradients.difference(x, anchor, [i]) + full for i in range(60)]
+    np.testing.assert_allclose(np.mean(estimates, 0), problem.full_grad(x), atol=1e-14)
 
 
 def test_spider_moves_no_further_than_accuracy_over_l(problem):
