@@ -94,7 +94,7 @@ def test_differences_reduce_the_variance(method, problem):
 
 def test_svrg_estimator_is_unbiased(problem):
     x, anchor = np.random.default_rng(0).standard_normal((2, 4))
-    gradients, full = CountedGradients(problem, 10**6, None), problem.full_grad(anchor)
+    gradients, full = CountedGradients(problem, 10**6, None, 1.0), problem.full_grad(anchor)
     estimates = [gradients.difference(x, anchor, [i]) + full for i in range(60)]
     np.testing.assert_allclose(np.mean(estimates, 0), problem.full_grad(x), atol=1e-14)
 
@@ -115,6 +115,8 @@ def test_divergence_is_a_status_and_errors_say_what_is_wrong(problem):
     assert np.isfinite(result.x).all()
     with pytest.raises(ValueError, match="method must be one of svrg, scsg"):
         minimize_finite_sum(problem, problem.start(), 10, method="saga")
+    with pytest.raises(ValueError, match="step_size must be positive, got 0"):
+        minimize_finite_sum(problem, problem.start(), 10, method="svrg", step_size=0)
     problem.constants = type(problem.constants)()
     with pytest.raises(ValueError, match="pass smoothness="):
         minimize_finite_sum(problem, problem.start(), 10, method="svrg")

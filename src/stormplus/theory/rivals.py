@@ -32,17 +32,27 @@ class BudgetSpent(Exception):
 
 
 class CountedGradients:
-    """Gradients of a finite sum; counts one per data point and raises `BudgetSpent`."""
+    """Gradients of a finite sum; counts one per data point and raises `BudgetSpent`.
 
-    def __init__(self, problem: FiniteSum, budget: int, rng: np.random.Generator) -> None:
+    `step_size` is None for that of the method's theory, which needs `smoothness`.
+    """
+
+    def __init__(
+        self,
+        problem: FiniteSum,
+        budget: int,
+        rng: np.random.Generator,
+        smoothness: float,
+        step_size: float | None = None,
+    ) -> None:
         self.problem, self.budget, self.rng, self.spent = problem, budget, rng, 0
-        self.n = problem.n_samples
+        self.smoothness, self.step_size, self.n = smoothness, step_size, problem.n_samples
 
     def draw(self, size: int) -> Indices:
         return self.problem.sample(self.rng, size)
 
-    def grad(self, x: Array, xi: Indices) -> Array:
-        if self.spent + len(xi) > self.budget:
+    def grad(self, x: Array, xi: Indices, price: int = 1) -> Array:
+        if self.spent + price * len(xi) > self.budget:
             raise BudgetSpent
         self.spent += len(xi)
         return self.problem.grad(x, xi)
@@ -51,22 +61,18 @@ class CountedGradients:
         return self.grad(x, np.arange(self.n))
 
     def difference(self, x: Array, other: Array, xi: Indices) -> Array:
-        """Return g_S(x) - g_S(other): two gradients per data point."""
-        if self.spent + 2 * len(xi) > self.budget:
-            raise BudgetSpent
-        return self.grad(x, xi) - self.grad(other, xi)
+        """Return g_S(x) - g_S(other): two gradients per data point, or none."""
+        return self.grad(x, xi, price=2) - self.grad(other, xi)
 
 
-def svrg(
-    f: CountedGradients, x: Array, smoothness: float, step_size: float | None, batch_size: int = 1
-) -> Iterator[Array]:
+def svrg(f: CountedGradients, x: Array, batch_size: int = 1) -> Iterator[Array]:
     """SVRG for non-convex sums (Reddi et al. 2016; Allen-Zhu & Hazan 2016).
 
     Theory: step size mu / (L n^(2/3)) and n / (3 mu) inner steps, batches of 1. Theorem 2 of Reddi
     et al. needs Gamma > 0; with mu = 1/4 and n = 569, Gamma L n^(2/3) is at least 0.224.
     """
     mu = 0.25
-    eta = mu / (smoothness * f.n ** (2 / 3)) if step_size is None else step_size
+    eta = f.step_size or mu / (f.smoothness * f.n ** (2 / 3))
     inner = max(1, int(f.n / (3 * mu) / batch_size))
     while True:
         anchor, mean = x, f.full(x)
@@ -75,15 +81,13 @@ def svrg(
             yield x
 
 
-def scsg(
-    f: CountedGradients, x: Array, smoothness: float, step_size: float | None, batch_size: int = 1
-) -> Iterator[Array]:
+def scsg(f: CountedGradients, x: Array, batch_size: int = 1) -> Iterator[Array]:
     """SCSG (Lei et al. 2017): mega-batches of B_j points, a geometric number of steps.
 
     Theory: B_j = min(j^(3/2), n), at least 8 batches; step size gamma (b / B_j)^(2/3) / L with
     gamma = 1/3, as in the paper. A tuned `step_size` replaces gamma / L.
     """
-    scale = 1 / (3 * smoothness) if step_size is None else step_size
+    scale = f.step_size or 1 / (3 * f.smoothness)
     j = 0
     while True:
         j += 1
@@ -97,13 +101,7 @@ def scsg(
 
 
 def spider(
-    f: CountedGradients,
-    x: Array,
-    smoothness: float,
-    step_size: float | None,
-    batch_size: int | None = None,
-    *,
-    accuracy: float = 1e-2,
+    f: CountedGradients, x: Array, batch_size: int | None = None, *, accuracy: float = 1e-2
 ) -> Iterator[Array]:
     """SPIDER-SFO (Fang et al. 2018), finite-sum case with the paper's n_0 = 1.
 
@@ -111,24 +109,19 @@ def spider(
     accuracy / L: step size min(accuracy / (L |v|), 1 / (2 L)). A tuned `step_size` is constant.
     """
     root = max(1, round(math.sqrt(f.n)))
-    size = root if batch_size is None else batch_size
     previous = x
     while True:
         v = f.full(x)
         for k in range(root):
             if k > 0:
-                v = v + f.difference(x, previous, f.draw(size))
+                v = v + f.difference(x, previous, f.draw(batch_size or root))
             length = float(np.linalg.norm(v))
-            eta = 1 / (2 * smoothness) if step_size is None else step_size
-            if step_size is None and length > 0:
-                eta = min(eta, accuracy / (smoothness * length))
+            eta = f.step_size or min(0.5, accuracy / max(length, accuracy)) / f.smoothness
             previous, x = x, x - eta * v
             yield x
 
 
-def hybrid_sarah(
-    f: CountedGradients, x: Array, smoothness: float, step_size: float | None, batch_size: int = 1
-) -> Iterator[Array]:
+def hybrid_sarah(f: CountedGradients, x: Array, batch_size: int = 1) -> Iterator[Array]:
     """The hybrid SARAH-SGD estimator with one loop (Tran-Dinh et al. 2019).
 
     v <- beta (v + g_i(x) - g_i(x_previous)) + (1 - beta) g_j(x), i and j independent:
@@ -140,7 +133,7 @@ def hybrid_sarah(
     mega = min(math.ceil((horizon + 1) ** (1 / 3)), f.n)
     beta = 1 - 1 / math.sqrt(mega * (horizon + 1))
     alpha_sq = beta**2 * (1 - beta ** (2 * horizon)) / (1 - beta**2)
-    eta = 2 / (smoothness * (1 + math.sqrt(1 + 4 * alpha_sq))) if step_size is None else step_size
+    eta = f.step_size or 2 / (f.smoothness * (1 + math.sqrt(1 + 4 * alpha_sq)))
     v = f.grad(x, f.draw(mega))
     while True:
         previous, x = x, x - eta * v
@@ -188,15 +181,17 @@ def minimize_finite_sum(
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
+    if step_size is not None and not step_size > 0:
+        raise ValueError(f"step_size must be positive, got {step_size}")
     smoothness = problem.constants.smoothness if smoothness is None else smoothness
     if smoothness is None:
         raise ValueError("the problem has no L: pass smoothness=...")
     rng = np.random.default_rng(rng)
     (reservoir,) = rng.spawn(1)
-    f, result = CountedGradients(problem, evaluations, rng), OptimizeResult()
+    f, result = CountedGradients(problem, evaluations, rng, smoothness, step_size), OptimizeResult()
     result.update({"x": x0, "x_uniform": x0, "nit": 0, "ngev": 0, "success": True})
     result["message"] = "the budget is spent"
-    moves = METHODS[method](f, x0, smoothness, step_size, **options)
+    moves = METHODS[method](f, x0, **options)
     with suppress(BudgetSpent), np.errstate(over="ignore", invalid="ignore"):
         for nit, x in enumerate(moves, start=1):
             if not np.isfinite(x).all():
