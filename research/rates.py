@@ -2,7 +2,6 @@
 
     python research/rates.py                 run what is missing, print the table, draw the figure
     python research/rates.py storm+ sgd      run these methods again
-    python research/rates.py --steps 100000 meta-storm-sg    to a smaller T
     python research/rates.py --quick         seconds instead of minutes; writes nothing
 
 The problem meets every assumption of the paper with known constants. No method but Ada-STORM uses
@@ -216,20 +215,33 @@ def run(name: str, plan: Plan) -> tuple[tuple[Array, Array, Array], dict[str, An
     return measure(method, problem, plan.seeds, plan.checkpoints), tuning
 
 
-# Name in tables; exponents of T that theory proves (with noise, without; None: no theorem);
-# gradients per sample.
-METHODS: dict[str, tuple[str, float | None, float | None, int]] = {
-    "storm+": ("STORM+", -1 / 3, -1 / 2, 2),
-    "simplified-storm+": ("simplified STORM+", -1 / 3, -1 / 3, 2),
-    "storm": ("STORM (L, G known, b tuned)", -1 / 3, -1 / 2, 2),
-    "sgd": ("SGD (1/sqrt(t), tuned)", -1 / 4, -1 / 4, 1),
-    "sgd-average": ("SGD (tuned), polynomial average", None, None, 1),
-    "adagrad-norm": ("AdaGrad-norm", -1 / 4, -1 / 2, 1),
-    "no-correction": ("STORM+ without the correction", None, -1 / 2, 1),
-    "meta-storm-sg": ("META-STORM-SG", -1 / 3, -1 / 2, 2),
-    "meta-storm-na": ("META-STORM-NA", -1 / 3, -1 / 3, 2),
-    "normalized-storm": ("normalised STORM", -1 / 3, -1 / 3, 2),
-    "ada-storm": ("Ada-STORM (T known)", -1 / 3, -1 / 3, 2),
+class Entry(NamedTuple):
+    """How a method is shown; exponents of T that theory proves, None where there is no theorem."""
+
+    label: str
+    with_noise: float | None
+    without: float | None
+    cost: int  # gradients per sample
+    style: str  # marker and line
+    colour: str
+
+
+METHODS = {
+    "storm+": Entry("STORM+", -1 / 3, -1 / 2, 2, "o-", COLOURS["STORM+"]),
+    "simplified-storm+": Entry(
+        "simplified STORM+", -1 / 3, -1 / 3, 2, "s-", COLOURS["simplified STORM+"]
+    ),
+    "storm": Entry("STORM (L, G known, b tuned)", -1 / 3, -1 / 2, 2, "^-", COLOURS["STORM"]),
+    "sgd": Entry("SGD (1/sqrt(t), tuned)", -1 / 4, -1 / 4, 1, "v-", COLOURS["SGD"]),
+    "sgd-average": Entry("SGD (tuned), polynomial average", None, None, 1, "v--", COLOURS["SGD"]),
+    "adagrad-norm": Entry("AdaGrad-norm", -1 / 4, -1 / 2, 1, "D-", COLOURS["AdaGrad-norm"]),
+    "no-correction": Entry(
+        "STORM+ without the correction", None, -1 / 2, 1, "x:", COLOURS["STORM+"]
+    ),
+    "meta-storm-sg": Entry("META-STORM-SG", -1 / 3, -1 / 2, 2, "P:", "#0b7285"),
+    "meta-storm-na": Entry("META-STORM-NA", -1 / 3, -1 / 3, 2, "X:", "#5c940d"),
+    "normalized-storm": Entry("normalised STORM", -1 / 3, -1 / 3, 2, "*:", "#1971c2"),
+    "ada-storm": Entry("Ada-STORM (T known)", -1 / 3, -1 / 3, 2, "h:", "#a61e4d"),
 }
 
 
@@ -290,7 +302,7 @@ def table(results: dict[str, Any], plan: Plan) -> str:
         f"| output, {top // 10:,} gradients | {top:,} |",
         "|---|---|---|---|---|---|---|",
     ]
-    for name, (label, with_noise, without, cost) in METHODS.items():
+    for name, (label, with_noise, without, cost, _, _) in METHODS.items():
         if name not in results:
             continue
         found = results[name]
@@ -314,7 +326,7 @@ def table(results: dict[str, Any], plan: Plan) -> str:
                 at(results["storm+"], s, top / 2) / at(results[name], s, top) for s in plan.sigmas
             ]
             cells = " | ".join(f"{ratio:.2f}" for ratio in ratios)
-            lines.append(f"| STORM+ / {METHODS[name][0]} | {cells} |")
+            lines.append(f"| STORM+ / {METHODS[name].label} | {cells} |")
     return "\n".join(lines)
 
 
@@ -322,24 +334,15 @@ def draw(results: dict[str, Any], plan: Plan) -> None:
     """Draw |grad f| against the number of gradients, with and without noise, and against sigma."""
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     noisy, exact, levels = figure.subplots(1, 3)
-    styles = [("o", "-"), ("s", "-"), ("^", "-"), ("v", "-"), ("v", "--"), ("D", "-"), ("x", ":")]
-    styles += [("P", ":"), ("X", ":"), ("*", ":"), ("h", ":")]
-    colours = [COLOURS["STORM+"], COLOURS["simplified STORM+"], COLOURS["STORM"], COLOURS["SGD"]]
-    colours += [COLOURS["SGD"], COLOURS["AdaGrad-norm"], COLOURS["STORM+"]]
-    colours += ["#0b7285", "#5c940d", "#1971c2", "#a61e4d"]
-    for (name, (label, _, _, cost)), (marker, line), colour in zip(
-        METHODS.items(), styles, colours
-    ):
-        if name not in results:
-            continue
-        found = results[name]
+    for name, found in results.items():
+        label, _, _, cost, style, colour = METHODS[name]
         key = "last" if name == "sgd-average" else "mean"
-        style = {"marker": marker, "ls": line, "color": colour, "ms": 3, "lw": 1, "label": label}
+        shown = {"color": colour, "ms": 3, "lw": 1, "label": label}
         gradients = cost * np.array(found["T"])
-        noisy.loglog(gradients, found[key][-1], **style)
-        exact.loglog(gradients, found["rms"][0], **style)
+        noisy.loglog(gradients, found[key][-1], style, **shown)
+        exact.loglog(gradients, found["rms"][0], style, **shown)
         ends = [at(found, sigma, plan.steps / 10 / cost, key) for sigma in plan.sigmas[1:]]
-        levels.loglog(plan.sigmas[1:], ends, **style)
+        levels.loglog(plan.sigmas[1:], ends, style, **shown)
     for axis, title, label in (
         (noisy, r"output, $\sigma=1$", "gradients"),
         (exact, r"RMS over the iterates, $\sigma=0$", "gradients"),
@@ -357,13 +360,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}")
     parser.add_argument("--quick", action="store_true", help="T to 3,000, 6 seeds; writes nothing")
-    parser.add_argument("--steps", type=int, default=FULL.steps, help="the largest T")
     options = parser.parse_args()
     if unknown := set(options.methods) - set(METHODS):
         parser.error(f"unknown methods {', '.join(sorted(unknown))}")
     plan, results = (QUICK, {}) if options.quick else (FULL, load(RESULT))
     for name in options.methods or [name for name in METHODS if name not in results]:
-        results[name] = summarise(name, plan._replace(steps=min(plan.steps, options.steps)))
+        results[name] = summarise(name, plan)
         print(name, results[name]["seconds"], "s", flush=True)
         if not options.quick:
             save(RESULT, {key: results[key] for key in METHODS if key in results})
