@@ -99,44 +99,39 @@ def test_every_example_and_every_page_is_listed():
     assert set(re.findall(r": (\S+\.md)$", navigation, re.MULTILINE)) == pages
 
 
-def faulty(when):
-    """Return a STORM+ with a mistake of others: it saves x_t too late, or aliases `.grad`."""
+def storm_with(mistake):
+    """Return a STORM that moves after both evaluations ("late move"), or aliases `.grad`."""
     import torch
 
-    class Faulty(torch.optim.Optimizer):
-        def __init__(self, params):
-            super().__init__(params, {})
-            (self.x,) = self.param_groups[0]["params"]
-            self.old = self.d = None
+    class Storm(torch.optim.Optimizer):
+        d = None
+
+        def move(self):
+            with torch.no_grad():
+                self.x -= 0.1 * self.d
 
         def step(self, closure):
-            now = self.x.detach().clone()
-            with torch.no_grad():
-                if self.d is not None:
-                    self.x.copy_(self.old)
+            ((self.x,),) = (group["params"] for group in self.param_groups)
             closure()
-            g_tilde = self.x.grad if when == "aliased" else self.x.grad.clone()
-            with torch.no_grad():
-                self.x.copy_(now)
+            g_tilde = self.x.grad if mistake == "alias" else self.x.grad.clone()
             if self.d is None:
                 self.d = g_tilde.clone()
-            else:
-                closure()
-                self.d = self.x.grad + 0.5 * (self.d - g_tilde)
-            with torch.no_grad():
-                self.old = now
-                self.x -= 0.1 * self.d
-                if when == "saved late":
-                    self.old = self.x.clone()
+                return
+            if mistake != "late move":
+                self.move()
+            closure()
+            self.d = self.x.grad + 0.5 * (self.d - g_tilde)
+            if mistake == "late move":
+                self.move()
 
-    return Faulty
+    return lambda params: Storm(params, {})
 
 
 def test_the_check_for_other_implementations_finds_their_mistakes():
     check, read = run_page("elsewhere.md")["check_pairs"], (lambda opt, x: opt.d, lambda opt: 0.5)
-    check(faulty("never"), *read)
+    check(storm_with(None), *read)
     with pytest.raises(AssertionError, match="the correction is zero"):
-        check(faulty("saved late"))
-    check(faulty("aliased"))  # both gradients are right
+        check(storm_with("late move"))
+    check(storm_with("alias"))  # both gradients are right
     with pytest.raises(AssertionError, match="not close"):
-        check(faulty("aliased"), *read)
+        check(storm_with("alias"), *read)

@@ -173,16 +173,14 @@ def test_uniform_iterate_leaves_the_samples_alone_and_is_uniform():
     np.testing.assert_array_equal(stream, np.random.default_rng(7).random(20))
 
 
-def test_learning_rate_forms():
-    x0 = [np.ones(2), np.ones(3)]
-
+def test_a_learning_rate_per_block_or_a_function_of_t():
     def run(lr):
-        return minimize(lambda x, xi: [np.sin(b) for b in x], x0, None, 5, lr=lr).x
+        return minimize(by_block, [np.ones(2), np.ones(3)], draw, 5, lr=lr, rng=0).x
 
-    per_block = run([1.0, 0.0])
-    np.testing.assert_array_equal(per_block[1], np.ones(3))
-    assert (per_block[0] != 1).all()
-    np.testing.assert_array_equal(run(lambda t: [1.0, 0.0])[0], per_block[0])
+    moved, kept = run([1.0, 0.0])
+    np.testing.assert_array_equal(kept, np.ones(3))
+    assert (moved != 1).all()
+    np.testing.assert_array_equal(run(lambda t: [1.0, 0.0])[0], moved)
 
 
 def test_interrupts_lose_nothing():
