@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from stormplus.theory import bounds, trace_run
+from stormplus.theory import bounds, lemmas, trace_run
 from stormplus.theory.bounds import main_theorem_constants, square_sums, sum_of_gradients
 from stormplus.theory.problems import BoundedNonConvex, Constants, outlier_regression
 
@@ -123,6 +123,32 @@ def test_equation_eps_recurse_1_and_the_martingales(seed, sigma, method):
     y = 2 * (a**-0.5 - a**0.5) * ((1 - a) * z / a**0.5 + a**0.5 * noise) @ error_old
     for values in (m, y):
         assert abs(values.mean()) <= 1e-12 * np.abs(values).max()
+
+
+@few
+@given(st.integers(0, 20), one_of([0.1, 1.0, 10.0]), one_of([0.01, 1.0]), one_of([1, 2, 60]))
+def test_equations_eps_tau_star_basis_full_eps_basis_and_zt_bound_1(seed, sigma, height, steps):
+    """On every run, without an expectation. eps_0 and Z_1 are 0."""
+    problem = BoundedNonConvex(3, sigma, height=height, seed=seed)
+    smoothness, grad_bound = problem.constants.smoothness, problem.constants.grad_bound
+    trace = trace_run(problem, steps, rng=seed)
+    a, a_next, error = trace.gain[:-1], trace.gain[1:], trace.error
+    error_old, z = (np.vstack([0 * error[:1], rows]) for rows in (error[:-1], trace.z))
+    noise = trace.g - trace.g_bar
+    error_sq, z_sq, noise_sq = ((v * v).sum(1) for v in (error, z, noise))
+    fresh = (1 - a)[:, None] * z + a[:, None] * noise
+    m = 2 * (1 - a) * (error_old * fresh).sum(1)  # M_t; Y_t is M_t / a_t
+    last = lemmas.tau_star(trace.gain.tolist(), grad_bound)
+    left = lemmas.beta(grad_bound) * error_sq[:last].sum()
+    middle = error_sq[last - 1] + (a_next * error_sq)[: last - 1].sum()
+    right = 2 * z_sq.sum() + 2 * (a**2 * noise_sq).sum() + m[:last].sum()
+    assert left <= middle * (1 + 1e-12)
+    assert middle <= right * (1 + 1e-9)  # m cancels
+    full = ((1 / a_next - 1 / a) * error_sq).sum() - error_sq[-1] / a[-1]
+    full += ((2 * z_sq + m) / a + 2 * a * noise_sq).sum()
+    assert square_sums(error_old) <= full + 1e-9 * error_sq.sum() / a[-1]
+    total = (1 + square_sums(trace.g)) ** (2 / 9) * square_sums(trace.d) ** (1 / 3)
+    assert (z_sq / a).sum() <= 12 * smoothness**2 * total
 
 
 @pytest.mark.parametrize("sigma", [0.1, 1.0])
