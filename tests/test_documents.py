@@ -4,12 +4,10 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
-from pages import run_page
+from pages import ROOT, blocks_of, run_page
 
-ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 OTHERS = [ROOT / "CONTRIBUTING.md", *sorted((ROOT / ".github").rglob("*.md"))]
@@ -23,10 +21,6 @@ OPTIONAL = {
 
 def name_of(page):
     return str(page.relative_to(ROOT))
-
-
-def blocks_of(page):
-    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
 
 
 def skip_if_missing(blocks):
@@ -45,14 +39,9 @@ def pages_with_code(integrations):
 
 @pages_with_code(integrations=False)
 def test_code_blocks_run(page, tmp_path, monkeypatch):
-    blocks = blocks_of(page)
-    skip_if_missing(blocks)
+    skip_if_missing(blocks_of(page))
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "__main__"}
-    for block in blocks:
-        if page in FIRST:
-            namespace = {"__name__": "__main__"}
-        exec(compile(block, page.name, "exec"), namespace)
+    run_page(page, together=page not in FIRST)
 
 
 @pytest.mark.long
@@ -128,7 +117,8 @@ def storm_with(mistake):
 
 
 def test_the_check_for_other_implementations_finds_their_mistakes():
-    check, read = run_page("elsewhere.md")["check_pairs"], (lambda opt, x: opt.d, lambda opt: 0.5)
+    check = run_page(DOCS / "elsewhere.md")["check_pairs"]
+    read = (lambda opt, x: opt.d, lambda opt: 0.5)  # estimator and gain
     check(storm_with(None), *read)
     with pytest.raises(AssertionError, match="the correction is zero"):
         check(storm_with("late move"))

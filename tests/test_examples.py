@@ -2,27 +2,13 @@
 
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from pages import ROOT
+from pages import run_example as run
 
 pytestmark = pytest.mark.long
-
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
-
-def run(name, *args, data=None):
-    environment = {k: v for k, v in os.environ.items() if k != "STORMPLUS_DATA"}
-    if data is not None:
-        environment["STORMPLUS_DATA"] = str(data)
-    done = subprocess.run(
-        [sys.executable, str(EXAMPLES / name), *map(str, args)],
-        check=False, capture_output=True, text=True, timeout=900, env=environment,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
 
 
 def number(pattern, out):
@@ -123,7 +109,7 @@ def test_notebook_prints_what_is_stored_in_it(name):
     nbformat = pytest.importorskip("nbformat")
     nbclient = pytest.importorskip("nbclient")
     pytest.importorskip("ipykernel")
-    notebook = nbformat.read(EXAMPLES / name, as_version=4)
+    notebook = nbformat.read(ROOT / "examples" / name, as_version=4)
     stored = printed(notebook)
     nbclient.NotebookClient(notebook, timeout=600).execute()
     now = printed(notebook)

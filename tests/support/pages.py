@@ -1,5 +1,6 @@
 """Pages and examples, run as a reader would."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,18 +9,26 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 
-def run_page(name):
-    """Every Python block of a page, in order, in one namespace, which is returned."""
-    text = (ROOT / "docs" / name).read_text()
-    blocks = re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
-    namespace = {"__name__": "__main__"}
-    for block in blocks:
-        exec(compile(block, name, "exec"), namespace)
+def blocks_of(page):
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.MULTILINE | re.DOTALL)
+
+
+def run_page(page, together=True):
+    """Run the Python blocks of a page in order; return the last namespace."""
+    namespace = {}
+    for block in blocks_of(page):
+        namespace = namespace if together and namespace else {"__name__": "__main__"}
+        exec(compile(block, page.name, "exec"), namespace)
     return namespace
 
 
-def run_example(name, *args):
-    return subprocess.run(
+def run_example(name, *args, data=None):
+    """What an example prints; `data` is the folder of STORMPLUS_DATA, if any."""
+    environment = {k: v for k, v in os.environ.items() if k != "STORMPLUS_DATA"}
+    done = subprocess.run(
         [sys.executable, str(ROOT / "examples" / name), *map(str, args)],
-        capture_output=True, text=True, check=True, timeout=600,
-    ).stdout  # fmt: skip
+        check=False, capture_output=True, text=True, timeout=900,
+        env=environment | ({} if data is None else {"STORMPLUS_DATA": str(data)}),
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return done.stdout
