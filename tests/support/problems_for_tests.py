@@ -52,12 +52,6 @@ class Network:
             opt.step(self.closure(opt, params, xi, **options))
 
 
-def made(cls, samples=10, **options):
-    problem = Network(samples=samples)
-    params = problem.parameters()
-    return problem, params, cls(params, **options)
-
-
 def backward(problem, opt, params, xi):
     opt.zero_grad()
     problem.loss(params, xi).backward()

@@ -1,6 +1,6 @@
-"""The table of the contract: every torch optimizer, how it takes a step, what it is compared with.
+"""The contract table: every torch optimizer, how it takes a step, and what it is compared with.
 
-A new optimizer is one more row of `CASES`, and test_contract.py runs every property on it.
+A new optimizer is one more row of `CASES`, and test_contract.py checks every property of it.
 """
 
 import copy
@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import algorithm_1
-from problems_for_tests import Network
-from untuned_oracle import untuned_run
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.rules import Sums
 from stormplus.torch import PairedOptimizer
+from tests.support.oracle import algorithm_1
+from tests.support.problems_for_tests import Network
+from tests.support.untuned_oracle import untuned_run
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,22 @@ class OwnRule:
     """A rule as the documentation says how to write one: a constant gain."""
 
     gain: float = 0.5
-    size: float = 0.2
+    unit: float = 0.2  # a name that the optimizer uses too
 
     def __call__(self, sums, g_sq, d_sq, t):
         sum_g_sq = sums.sum_g_sq.plus(g_sq)
         sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / self.gain)
-        eta = self.size * (1 + sum_g_sq.total) ** (-1 / 3)
+        eta = self.unit * (1 + sum_g_sq.total) ** (-1 / 3)
         return Sums(sum_g_sq, sum_d_sq_over_a), self.gain + 0 * g_sq, eta
 
 
 class Own(PairedOptimizer):
     rule = OwnRule()
+
+
+def with_rule(params, rule):
+    """Return an optimizer of a class of its own, as a user writes it."""
+    return type("Mine", (PairedOptimizer,), {"rule": rule})(params)
 
 
 def own_formula(sum_g, sum_d, g_sq, d_sq, t):
@@ -69,19 +74,15 @@ class Case:
         return self.cls(groups, **options)
 
     def step(self, opt, evaluate):
-        """As its user writes it; `evaluate` zeroes gradients, calls backward, returns the loss."""
+        """Take one step; `evaluate` zeroes the gradients, calls backward and returns the loss."""
         if self.paired:
             return opt.step(evaluate)
         loss = evaluate()
         opt.step()
         return loss
 
-    def train(self, problem, opt, params, samples=None):
-        for xi in problem.samples if samples is None else samples:
-            self.step(opt, problem.closure(opt, params, xi))
-
     def descend(self, opt, params, rows):
-        """Steps with given gradients, None for a missing one; both of a pair are the same."""
+        """Take steps with given gradients (None: missing); both of a pair are the same."""
         for row in rows:
 
             def evaluate(row=row):
@@ -91,7 +92,7 @@ class Case:
             self.step(opt, evaluate)
 
     def oracle(self, problem, groups, decoupled=False, maximize=False, unit=1.0):
-        """Where the run should end: x, d, gains and step sizes; `groups` as `oracle.Group`."""
+        """Return where the run should end: x, d, gain and step size."""
         if self.paired:
             run = algorithm_1(
                 problem.gradient, groups, problem.samples, method=self.method, unit=unit,
@@ -142,10 +143,30 @@ def over(cases):
 every, every_paired, every_path = over(CASES), over(PAIRED), over(PAIRED[:3])
 
 
-def made(case, samples=12, dtype=torch.float64, named=False, **options):
-    problem = Network(samples=samples)
-    params = problem.parameters(dtype)
-    return problem, params, case(zip("abc", params) if named else params, **options)
+class Run:
+    """An optimizer and a small network that it trains, one sample per step."""
+
+    def __init__(self, case, samples=12, dtype=torch.float64, named=False, **options):
+        self.case, self.problem = case, Network(samples=samples)
+        self.params = self.problem.parameters(dtype)
+        self.opt = case(zip("abc", self.params) if named else self.params, **options)
+
+    def closure(self, sample, **options):
+        return self.problem.closure(self.opt, self.params, self.problem.samples[sample], **options)
+
+    def train(self, start=0, stop=None):
+        """Take steps with the samples `start` to `stop`, by default all."""
+        for sample in range(len(self.problem.samples))[start:stop]:
+            self.case.step(self.opt, self.closure(sample))
+        return self
+
+    @torch.no_grad()
+    def copy_weights(self, other):
+        for p, q in zip(self.params, other.params):
+            p.copy_(q)
+
+    def everything(self):
+        return everything(self.opt)
 
 
 def parameter(*numbers, dtype=torch.float64):
@@ -158,7 +179,7 @@ def noise(*shape, seed=0, dtype=torch.float64):
 
 
 def on(opt, loss, set_to_none=True):
-    """A closure: zero the gradients, compute `loss()`, call backward."""
+    """Return a closure: zero the gradients, compute `loss()`, call backward."""
 
     def evaluate():
         opt.zero_grad(set_to_none=set_to_none)
@@ -170,7 +191,7 @@ def on(opt, loss, set_to_none=True):
 
 
 def halves(opt, evaluate):
-    """A step by a loop that owns its backward passes."""
+    """Take a step in a loop that calls `evaluate` itself."""
     if opt.started:
         evaluate()
         opt.move()
@@ -183,31 +204,31 @@ def values(params):
 
 
 def shared_numbers(opt):
-    """What all parameters share, as a checkpoint has it."""
+    """Return the numbers that all parameters share, from a checkpoint."""
     entries = opt.state_dict()["state"].values()
     return next(entry["scalars"] for entry in entries if "scalars" in entry)
 
 
 def per_tensor(opt, name):
-    """A number of each parameter of Untuned, as a checkpoint has it."""
+    """Return a number of each parameter of Untuned, from a checkpoint."""
     state = opt.state_dict()["state"]
     return torch.stack([state[i][name] for i in range(len(opt.parameters()))])
 
 
 def step_sizes(opt):
-    """The step size of each parameter, or the one that all share."""
+    """Return the step size of each parameter, or the one that all share."""
     if isinstance(opt, PairedOptimizer):
         return shared_numbers(opt)["step_size"]
     return per_tensor(opt, "step_size")
 
 
 def everything(opt):
-    """Parameters and state, copied."""
+    """Return copies of the parameters and the state."""
     return copy.deepcopy((values(opt.parameters()), opt.state_dict()["state"]))
 
 
 def state_tensors(opt):
-    """Every tensor of the state, by the parameter's number and its own name."""
+    """Return every tensor of the state, by parameter number and name."""
     entries = [opt.state[p] for p in opt.parameters()]
     return {
         (i, name): tensor
@@ -218,7 +239,7 @@ def state_tensors(opt):
 
 
 def assert_same(a, b, where="state"):
-    """Equal to the last bit, whatever it is."""
+    """Compare nested values to the last bit."""
     assert type(a) is type(b), where
     if isinstance(a, dict):
         assert a.keys() == b.keys(), where

@@ -1,32 +1,44 @@
-"""Copies, checkpoints and other interruptions of a run, which goes on as if nothing had been."""
+"""Copies, checkpoints and other interruptions: the run goes on as if nothing had happened."""
 
 import copy
 import pickle
 
 import pytest
 import torch
-from checkpoint_ways import dcp_load, dcp_save, through_dcp, through_flat_dcp, through_torch_save
-from optimizers import (
+from torch import nn
+from torch.optim import lr_scheduler
+
+from stormplus import Storm, StormPlus, Untuned
+from stormplus.versions import release
+from tests.support.checkpoint_ways import (
+    dcp_load,
+    dcp_save,
+    through_dcp,
+    through_flat_dcp,
+    through_torch_save,
+)
+from tests.support.problems_for_tests import Network
+from tests.torch.optimizers import (
     CASES,
     UNTUNED,
+    OwnRule,
+    Run,
     assert_same,
     every,
     every_paired,
     everything,
-    made,
     state_tensors,
     values,
+    with_rule,
 )
-from problems_for_tests import Network
-from torch import nn
-from torch.optim import lr_scheduler
 
 
-def build(case, dtype, seed=0):
-    """Two groups with a schedule."""
+def build(case, dtype, seed=0, decay=0.01):
+    """Return a model with two groups of parameters, its optimizer and a schedule."""
     model = nn.ParameterList(Network(seed).parameters(dtype))  # a module: names for dcp
     first, *rest = model
-    opt = case([{"params": [first], "lr": 0.3}, {"params": rest}], lr=0.5, weight_decay=0.01)
+    options = {"lr": 0.5, "weight_decay": decay} | ({"unit": "first"} if case.paired else {})
+    opt = case([{"params": [first], "lr": 0.3}, {"params": rest}], **options)
     return model, opt, lr_scheduler.ExponentialLR(opt, 0.95)
 
 
@@ -41,11 +53,11 @@ def in_inference_mode(*arguments):
 
 
 def loaded(way, at_average=False, ready=False):
-    """Into a new run. With `at_average` both are saved there; `ready` if the new one is there."""
+    """Continue in a new run. `at_average`: saved in eval mode; `ready`: so is the new one."""
 
     def interrupt(case, run, tmp_path):
         model, opt, schedule = run
-        new = build(case, model[0].dtype, seed=9)
+        new = build(case, model[0].dtype, seed=9, decay=0.5)
         new[0][0].requires_grad_(model[0].requires_grad)
         if at_average:
             opt.eval()
@@ -103,7 +115,7 @@ AT_AVERAGE = {
 
 
 def trained(case, dtype, tmp_path, interrupt=None, cut=None, between_halves=False):
-    """With a first parameter that is frozen, frozen later, and unfrozen."""
+    """Train with a first parameter that is frozen and unfrozen on the way."""
     problem, run = Network(samples=16), build(case, dtype)
     for i, xi in enumerate(problem.samples):
 
@@ -159,70 +171,68 @@ def test_a_run_that_is_saved_at_the_average_goes_on_bit_by_bit(name, tmp_path):
 
 
 def test_dcp_refuses_a_state_saved_at_the_average_unless_eval_was_called(tmp_path):
-    with pytest.raises(ValueError, match=r"Call opt.eval\(\) before you load"):
+    with pytest.raises(ValueError, match=r"opt.eval\(\)"):
         trained(UNTUNED, torch.float64, tmp_path, loaded(through_dcp, at_average=True), 11)
 
 
 @every
-def test_reset_is_a_new_beginning_from_here(case):
-    problem, params, opt = made(case, lr=0.5)
-    case.train(problem, opt, params, problem.samples[:4])
-    generation, groups = opt.generation, opt.param_groups
-    opt.reset()
-    assert opt.generation == generation + 1
-    assert opt.param_groups is groups  # wrappers hold it
-    fresh = case([nn.Parameter(p.detach().clone()) for p in params], lr=0.5)
-    assert_same(everything(opt), everything(fresh))
-    for optimizer in (opt, fresh):
-        case.train(problem, optimizer, optimizer.parameters(), problem.samples[4:])
-    assert_same(everything(opt), everything(fresh))
+def test_reset_starts_over_from_the_present_point(case):
+    run, fresh = Run(case, lr=0.5).train(0, 4), Run(case, lr=0.5)
+    generation, groups = run.opt.generation, run.opt.param_groups
+    run.opt.reset()
+    assert run.opt.generation == generation + 1
+    assert run.opt.param_groups is groups  # wrappers hold it
+    fresh.copy_weights(run)
+    assert_same(run.everything(), fresh.everything())
+    assert_same(run.train(4).everything(), fresh.train(4).everything())
+
+
+@every
+@pytest.mark.parametrize("saved", [True, False], ids=["named", "bare"])
+@pytest.mark.parametrize("own", [True, False], ids=["named", "bare"])
+def test_a_state_loads_whether_or_not_its_parameters_have_names(case, saved, own):
+    run, other = Run(case, named=saved).train(0, 3), Run(case, named=own)
+    other.copy_weights(run)
+    other.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
+    assert_same(run.train(3).everything(), other.train(3).everything())
+    names = other.opt.param_groups[0].get("param_names")
+    assert names == (["a", "b", "c"] if saved or own else None) or release("torch") < (2, 6)
 
 
 @every
 def test_dcp_loads_with_more_layers_frozen(case, tmp_path):
     """Layers are frozen from the first on, and torch's checkpoint leaves out what is frozen."""
-
-    def make(frozen):
-        problem, params, opt = made(case, samples=8)
-        for p in params[:frozen]:
-            p.requires_grad_(False)
-        return problem, nn.ParameterList(params), opt
-
-    problem, model, opt = make(0)
-    case.train(problem, opt, list(model), problem.samples[:5])
-    _, new_model, new_opt = make(1)
-    through_dcp(model, opt, new_model, new_opt, tmp_path)
-    assert new_opt.grad_evaluations == opt.grad_evaluations
-    model[0].requires_grad_(False)
-    for each, theirs in ((opt, model), (new_opt, new_model)):
-        case.train(problem, each, list(theirs), problem.samples[5:])
-    assert_same(values(model), values(new_model))
+    run, new = Run(case, samples=8).train(0, 5), Run(case, samples=8)
+    new.params[0].requires_grad_(False)
+    models = nn.ParameterList(run.params), nn.ParameterList(new.params)
+    through_dcp(models[0], run.opt, models[1], new.opt, tmp_path)
+    assert new.opt.grad_evaluations == run.opt.grad_evaluations
+    run.params[0].requires_grad_(False)
+    assert_same(values(run.train(5).params), values(new.train(5).params))
 
 
 @every
 def test_the_users_hooks_of_loading_see_all_and_have_the_last_word(case):
-    problem, params, opt = made(case)
-    case.train(problem, opt, params)
-    seen = []
-    opt.register_state_dict_post_hook(
-        lambda _, saved: seen.append(numbers(saved)["grad_evaluations"])
-    )
-    _, others, twin = made(case)
-    name = case.buffers[0]
+    run, twin, seen, name = Run(case).train(), Run(case), [], case.buffers[0]
+    p, q = twin.params[:2]
+
+    def count(_, saved):
+        seen.append(numbers(saved)["grad_evaluations"])
 
     def doubled(_, saved):
         saved["state"][0][name] = 2 * saved["state"][0][name]
         return saved
 
     def sevens(loaded):
-        loaded.state[others[1]][name] = torch.full_like(others[1], 7.0)
+        loaded.state[q][name] = torch.full_like(q, 7.0)
 
-    twin.register_load_state_dict_pre_hook(doubled)
-    twin.register_load_state_dict_post_hook(sevens)
-    twin.load_state_dict(opt.state_dict())
-    assert seen == [opt.grad_evaluations]
-    assert torch.equal(twin.state[others[0]][name], 2 * opt.state[params[0]][name])
-    assert (twin.state[others[1]][name] == 7).all()
+    run.opt.register_state_dict_post_hook(count)
+    twin.opt.register_load_state_dict_pre_hook(doubled)
+    twin.opt.register_load_state_dict_post_hook(sevens)
+    twin.opt.load_state_dict(run.opt.state_dict())
+    assert seen == [run.opt.grad_evaluations]
+    assert torch.equal(twin.opt.state[p][name], 2 * run.opt.state[run.params[0]][name])
+    assert (twin.opt.state[q][name] == 7).all()
 
 
 # -- states that are refused ---------------------------------------------------------------------
@@ -233,15 +243,13 @@ def numbers(saved):
 
 
 def state_of(case, tmp_path):
-    problem, params, opt = made(case, samples=3)
-    case.train(problem, opt, params)
-    return opt.state_dict()
+    return Run(case, samples=3).train().opt.state_dict()
 
 
 def state_of_adam(case, tmp_path):
-    problem, params, opt = made(lambda params: torch.optim.Adam(params))
-    problem.run(opt, params, problem.samples[:2])
-    return opt.state_dict()
+    run = Run(lambda params: torch.optim.Adam(params))
+    run.opt.step(run.closure(0))
+    return run.opt.state_dict()
 
 
 def state_of_the_other_kind(case, tmp_path):
@@ -267,7 +275,7 @@ def state_without_an_option(case, tmp_path):
 def state_loaded_in_part(case, tmp_path):
     """dcp silently drops numbers under integer keys, which opt.state_dict() has."""
     dcp_save({"opt": state_of(case, tmp_path)}, tmp_path / "dcp")
-    loaded = {"opt": made(case)[2].state_dict()}
+    loaded = {"opt": Run(case).opt.state_dict()}
     dcp_load(loaded, tmp_path / "dcp")
     return loaded["opt"]
 
@@ -281,13 +289,13 @@ def state_of_shapes(*shapes):
 
 REFUSED = {
     "Adam": (state_of_adam, "exp_avg"),
-    "weights": (lambda case, tmp_path: {"weights": 1}, "not an optimizer state"),
-    "newer": (newer_state, "format 99"),
-    "option": (state_without_an_option, "no maximize"),
-    "in part": (state_loaded_in_part, r"loaded in part.*get_state_dict\(model, opt\)"),
-    "kind": (state_of_the_other_kind, "saved with rule="),
-    "rule": (state_of_another_rule, "saved with rule="),
-    "shapes": (state_of_shapes(20, 5, 15), r"the shape \(20,\), the parameter \(5, 4\)"),
+    "weights": (lambda case, tmp_path: {"weights": 1}, "weights"),
+    "newer": (newer_state, "99"),
+    "option": (state_without_an_option, "maximize"),
+    "in part": (state_loaded_in_part, r"get_state_dict\(model, opt\)"),
+    "kind": (state_of_the_other_kind, "rule="),
+    "rule": (state_of_another_rule, "rule="),
+    "shapes": (state_of_shapes(20, 5, 15), r"\(20,\).*\(5, 4\)"),
     "count": (state_of_shapes((5, 4)), "loaded state dict"),
 }
 
@@ -295,11 +303,30 @@ REFUSED = {
 @every
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_states_are_refused_and_nothing_is_lost(case, name, tmp_path):
-    problem, params, opt = made(case)
-    case.train(problem, opt, params, problem.samples[:5])
-    before, numbers, generation = everything(opt), opt.diagnostics(), opt.generation
-    make, message = REFUSED[name]
+    run, (make, message) = Run(case).train(0, 5), REFUSED[name]
+    before, diagnostics, generation = run.everything(), run.opt.diagnostics(), run.opt.generation
     with pytest.raises(ValueError, match=message):
-        opt.load_state_dict(make(case, tmp_path))
-    assert_same(everything(opt), before)
-    assert (opt.diagnostics(), opt.generation) == (numbers, generation)
+        run.opt.load_state_dict(make(case, tmp_path))
+    assert_same(run.everything(), before)
+    assert (run.opt.diagnostics(), run.opt.generation) == (diagnostics, generation)
+
+
+OTHER_OPTIONS = {  # the option first: what saves, its options, and those of another optimizer
+    "unit": (StormPlus, {"unit": "first"}, {"unit": 2.0}),
+    "unit of a rule": (with_rule, {"rule": OwnRule()}, {"rule": OwnRule(unit=0.3)}),
+    "theta": (Storm, {"theta": 0.25}, {}),
+    "w": (Storm, {"w": 0.25}, {}),
+    "c": (Storm, {"c": 0.25}, {}),
+    "smoothness": (Storm, {"smoothness": 0.25}, {}),
+    "state_dtype": (Untuned, {"state_dtype": torch.bfloat16}, {}),
+    "state_dtype of None": (Untuned, {}, {"state_dtype": torch.bfloat16}),
+}
+
+
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_a_state_is_bound_to_the_options_of_its_optimizer_and_its_copies(name):
+    params, (make, options, others) = [nn.Parameter(torch.ones(2))], OTHER_OPTIONS[name]
+    opt, option = make(params, **options), name.split()[0]
+    copy.deepcopy(opt).load_state_dict(opt.state_dict())
+    with pytest.raises(ValueError, match=f" {option}=.* {option}="):
+        make(params, **others).load_state_dict(opt.state_dict())

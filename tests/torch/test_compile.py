@@ -5,10 +5,10 @@ import sys
 
 import pytest
 import torch
-from optimizers import values
 from torch import nn
 
 from stormplus import StormPlus, Untuned
+from tests.torch.optimizers import values
 
 
 # torch warns about itself when any optimizer's closure returns a loss inside torch.compile

@@ -1,6 +1,6 @@
-"""What every torch optimizer of the package does alike: one table, one property after another.
+"""What every torch optimizer of the package does: one table, one property after another.
 
-test_parameters.py and test_checkpoints.py go on with the same table.
+test_parameters.py and test_checkpoints.py use the same table.
 """
 
 import copy
@@ -11,15 +11,22 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from optimizers import (
+from torch import nn
+from torch.optim import lr_scheduler
+from torch.optim import optimizer as torch_optimizer
+
+import stormplus.torch as package
+from tests.support.oracle import Group
+from tests.support.problems_for_tests import Network, backward
+from tests.torch.optimizers import (
     CASES,
     QUICK,
+    Run,
     assert_same,
     every,
     every_paired,
     everything,
     halves,
-    made,
     noise,
     on,
     parameter,
@@ -29,13 +36,6 @@ from optimizers import (
     step_sizes,
     values,
 )
-from oracle import Group
-from problems_for_tests import Network, backward
-from torch import nn
-from torch.optim import lr_scheduler
-from torch.optim import optimizer as torch_optimizer
-
-import stormplus.torch as package
 
 
 def test_the_table_has_every_public_optimizer():
@@ -114,19 +114,42 @@ def test_equals_the_oracle_with_groups_and_a_schedule(case, options):
     assert min(moved) > 1e-3  # the run has been somewhere
 
 
+SCHEDULERS = {
+    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
+        opt, [lr_scheduler.ConstantLR(opt), lr_scheduler.ExponentialLR(opt, 0.9)], milestones=[3]
+    ),
+    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
+}
+
+
+@every
+@pytest.mark.parametrize("name", SCHEDULERS)
+def test_a_scheduler_has_the_effect_of_setting_lr_by_hand(case, name):
+    run, by_hand = Run(case, samples=8), Run(case, samples=8)
+    schedule, lrs = SCHEDULERS[name](run.opt), []
+    for i in range(8):
+        lrs.append(run.opt.param_groups[0]["lr"])
+        by_hand.opt.param_groups[0]["lr"] = lrs[-1]
+        run.train(i, i + 1)
+        by_hand.train(i, i + 1)
+        schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
+    assert_same(values(run.params), values(by_hand.params))
+    assert len(set(lrs)) > 2
+
+
 @every
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_lower_precision_follows_float64(case, dtype):
     # x is rounded after each of 20 moves, bf16 to 8 bits, float16 to 11; d is not.
-    problem, params, opt = made(case, 20, dtype, lr=0.3, weight_decay=0.1)
-    exact = [nn.Parameter(p.detach().double()) for p in params]
-    case.train(problem, opt, params)
-    twin = case(exact, lr=0.3, weight_decay=0.1)
-    case.train(problem, twin, exact)
+    run = Run(case, 20, dtype, lr=0.3, weight_decay=0.1)
+    exact = Run(case, 20, lr=0.3, weight_decay=0.1)
+    exact.copy_weights(run)
+    run.train()
+    exact.train()
     tolerance = {torch.float32: 1e-5, torch.bfloat16: 0.05, torch.float16: 0.01}[dtype]
-    for p, q in zip(params, exact):
+    for p, q in zip(run.params, exact.params):
         torch.testing.assert_close(p.double(), q, rtol=tolerance, atol=tolerance)
-        assert opt.state[p][case.buffers[0]].dtype == torch.float32
+        assert run.opt.state[p][case.buffers[0]].dtype == torch.float32
 
 
 @every
@@ -136,11 +159,10 @@ def test_extreme_gradients_are_finite(case, value):
     p = nn.Parameter(torch.ones(1, dtype=dtype))
     opt = case([p])
     case.descend(opt, [p], [[torch.full_like(p, sign * value)] for sign in (1, -1, 1, 1)])
-    numbers = opt.diagnostics()
     assert torch.isfinite(p).all()
     if case.paired:
+        numbers, exact = opt.diagnostics(), float(torch.full_like(p, value).double())
         assert 0 < numbers["gain"] <= 1
-        exact = float(torch.full_like(p, value).double())
         assert numbers["grad_norm"] == pytest.approx(exact)
         assert numbers["sum_g_sq"] == pytest.approx(4 * exact**2)
     if value == 0:
@@ -149,24 +171,21 @@ def test_extreme_gradients_are_finite(case, value):
 
 @every
 def test_diagnostics_are_plain_floats(case):
-    problem, params, opt = made(case)
-    case.train(problem, opt, params)
-    numbers = opt.diagnostics()
-    assert all(type(v) is float for v in numbers.values())
-    assert numbers["step_size"] == pytest.approx(float(step_sizes(opt).mean()))
-    if not case.paired:
-        names = {"step", "step_size", "distance"}
-        names |= {name + end for name in names for end in ("_min", "_max")}
-        assert set(numbers) == names | {"grad_evaluations"}
-        assert numbers["distance"] == float(per_tensor(opt, "distance").max())
-        assert numbers["step_size_max"] == float(per_tensor(opt, "step_size").max())
-        return
-    assert set(numbers) == {
-        "step", "gain", "step_size", "grad_norm", "estimator_norm", "sum_g_sq",
-        "sum_d_sq_over_a", "unit", "grad_evaluations",
-    }  # fmt: skip
-    each = [float(p.grad.square().sum()) for p in params]
-    assert numbers["grad_norm"] == pytest.approx(sum(each) ** 0.5, rel=1e-12)
+    run = Run(case).train()
+    numbers, distances = run.opt.diagnostics(), {"step", "step_size", "distance"}
+    names = distances | {name + end for name in distances for end in ("_min", "_max")}
+    if case.paired:
+        names = {"step", "gain", "step_size", "grad_norm", "estimator_norm", "sum_g_sq"}
+        names |= {"sum_d_sq_over_a", "unit"}
+    assert numbers.keys() == names | {"grad_evaluations"}
+    assert all(type(number) is float for number in numbers.values())
+    assert numbers["step_size"] == pytest.approx(float(step_sizes(run.opt).mean()))
+    if case.paired:
+        g = torch.cat([p.grad.flatten() for p in run.params])
+        assert numbers["grad_norm"] == pytest.approx(float(g.norm()), rel=1e-12)
+    else:
+        assert numbers["distance"] == float(per_tensor(run.opt, "distance").max())
+        assert numbers["step_size_max"] == float(per_tensor(run.opt, "step_size").max())
 
 
 # -- kinds of parameters -------------------------------------------------------------------------
@@ -220,25 +239,42 @@ def test_complex_parameters_are_pairs_of_reals(case, options):
 
 
 @every
-def test_an_entry_of_the_state_that_is_no_parameters_is_left_alone(case):
-    p = nn.Parameter(torch.ones(3))
-    opt = case([p])
-    opt.state["mine"] = 1
-    case.step(opt, on(opt, lambda: p.square().sum()))
-    opt.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-    assert opt.state_dict()["state"]["mine"] == opt.state["mine"] == 1
+def test_a_weight_that_two_layers_share_counts_once(case):
+    layers = nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False)
+    model = nn.Sequential(*layers).double()
+    model[2].weight = model[0].weight
+    w = nn.Parameter(model[0].weight.detach().clone())
+    opt, twin = case(model.parameters()), case([w])
+    for x in noise(10, 4, 3):
+        case.step(opt, on(opt, lambda: model(x).square().mean()))
+        case.step(twin, on(twin, lambda: (torch.tanh(x @ w.T) @ w.T).square().mean()))
+    torch.testing.assert_close(model[0].weight, w, rtol=1e-12, atol=1e-12)
 
 
 @every
-def test_the_state_is_the_buffers_and_scalars(case):
+def test_the_state_has_the_promised_size(case):
     p = nn.Parameter(torch.randn(1000, 500))
-    opt = case([p])
-    tensors = [v for v in opt.state_dict()["state"][0].values() if torch.is_tensor(v)]
+    tensors = [v for v in case([p]).state_dict()["state"][0].values() if torch.is_tensor(v)]
     size = sum(t.nbytes for t in tensors)
     assert size == pytest.approx((1 if case.paired else 2) * p.nbytes, rel=0.01)
 
 
 # -- gradients -----------------------------------------------------------------------------------
+
+
+@every
+def test_micro_batches_inside_the_closure_are_one_sample(case):
+    run, whole = Run(case), Run(case).train()
+    for u, y in run.problem.samples:
+
+        def evaluate():
+            run.opt.zero_grad()
+            for part in (slice(0, 3), slice(3, 8)):
+                loss = run.problem.loss(run.params, (u[part], y[part]))
+                (loss * len(u[part]) / 8).backward()
+
+        case.step(run.opt, evaluate)
+    torch.testing.assert_close(values(run.params), values(whole.params), rtol=1e-9, atol=1e-12)
 
 
 @every_paired
@@ -247,8 +283,8 @@ def test_a_missing_gradient_is_a_zero_gradient(case, decay):
     # By both modes of zero_grad: a parameter that takes part in one sample of three.
     runs = []
     for set_to_none in (True, False):
-        problem, params, _ = made(case, samples=20)
-        extra = parameter(1.0, 2.0, 3.0)
+        problem, extra = Network(samples=20), parameter(1.0, 2.0, 3.0)
+        params = problem.parameters()
         opt = case([*params, extra], weight_decay=decay)
         for i, xi in enumerate(problem.samples):
 
@@ -265,12 +301,13 @@ def test_a_missing_gradient_is_a_zero_gradient(case, decay):
 
 @every
 def test_gradients_are_never_written_or_kept(case):
-    problem, params, opt = made(case, weight_decay=0.5, maximize=True)
-    for xi in problem.samples[:3]:
+    run = Run(case, samples=3, weight_decay=0.5, maximize=True)
+    opt, params = run.opt, run.params
+    for xi in run.problem.samples:
         kept = []
 
         def evaluate():
-            backward(problem, opt, params, xi)
+            backward(run.problem, opt, params, xi)
             kept[:] = [(p.grad, p.grad.clone()) for p in params]
 
         case.step(opt, evaluate)
@@ -288,49 +325,44 @@ def test_gradients_are_never_written_or_kept(case):
 @every
 def test_the_global_random_stream_is_untouched(case):
     before = torch.get_rng_state()
-    problem, params, opt = made(case)
-    case.train(problem, opt, params)
-    opt.load_state_dict(copy.deepcopy(opt.state_dict()))
+    run = Run(case).train()
+    run.opt.load_state_dict(copy.deepcopy(run.opt.state_dict()))
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @every
 def test_a_step_under_no_grad_returns_the_loss_of_the_first_evaluation(case):
-    problem, params, opt = made(case)
+    run = Run(case, samples=5)
     with torch.no_grad():
-        for xi in problem.samples[:5]:
-            before = problem.loss(params, xi)
-            assert torch.equal(opt.step(problem.closure(opt, params, xi)), before)
-    assert opt.step(lambda: (problem.closure(opt, params, xi)(), 2.5)[1]) == 2.5  # as it is
+        for i, xi in enumerate(run.problem.samples):
+            before = run.problem.loss(run.params, xi)
+            assert torch.equal(run.opt.step(run.closure(i)), before)
+    assert run.opt.step(lambda: (run.closure(0)(), 2.5)[1]) == 2.5  # whatever the closure returns
 
 
 @every
 @pytest.mark.parametrize("bad", [float("-inf"), float("nan")])
 @pytest.mark.parametrize(("when", "named"), [(0, False), (7, True)])
 def test_a_gradient_that_is_not_finite_raises_and_nothing_has_changed(case, bad, when, named):
-    problem, params, opt = made(case, named=named, weight_decay=0.1)
-    _, twins, twin = made(case, named=named, weight_decay=0.1)
+    run, twin = (Run(case, named=named, weight_decay=0.1) for _ in range(2))
     events, name = [], r" \('c'\)" if named else r", shape \(3, 5\)"
-    opt.register_pass_hook(lambda _, event: events.append(event))
-    for i, xi in enumerate(problem.samples):
-        if i != when:
-            case.step(opt, problem.closure(opt, params, xi))
-            case.step(twin, problem.closure(twin, twins, xi))
-            continue
-        before = everything(opt)
+    run.opt.register_pass_hook(lambda _, event: events.append(event))
+    run.train(0, when)
+    before = run.everything()
 
-        def evaluate():
-            backward(problem, opt, params, xi)
-            params[2].grad.view(-1)[1] = bad
+    def evaluate():
+        run.closure(when)()
+        run.params[2].grad.view(-1)[1] = bad
 
-        message = f"parameter 2 of group 0{name} is not finite; nothing has moved"
-        with pytest.raises(FloatingPointError, match=message):
-            case.step(opt, evaluate)
-        assert events[-1] == "failed"
-        if not (case.paired and when == 0):  # where d is overwritten, before there is any
-            assert_same(everything(opt), before)
-    assert opt.diagnostics() == twin.diagnostics()
-    assert_same(everything(opt), everything(twin))
+    with pytest.raises(FloatingPointError, match=f"parameter 2 of group 0{name}"):
+        case.step(run.opt, evaluate)
+    assert events[-1] == "failed"
+    if not (case.paired and when == 0):  # where d is overwritten, before there is any
+        assert_same(run.everything(), before)
+    run.train(when + 1)
+    twin.train(0, when).train(when + 1)
+    assert run.opt.diagnostics() == twin.opt.diagnostics()
+    assert_same(run.everything(), twin.everything())
 
 
 @every
@@ -340,7 +372,7 @@ def test_one_bad_gradient_among_tensors_of_any_layout_is_found(case):
     for _ in range(3):
         case.step(opt, on(opt, lambda: (p * p).sum() + (q * q).sum()))
     held = q.detach().clone()
-    with pytest.raises(FloatingPointError, match="nothing has moved"):
+    with pytest.raises(FloatingPointError, match="parameter 1"):
         case.step(opt, on(opt, lambda: (p * p).sum() + float("nan") * q.sum()))
     assert torch.equal(q, held)
 
@@ -362,22 +394,20 @@ def test_a_gradient_that_torch_negates_lazily_has_its_sign(case):
 
 @every
 def test_state_keeps_its_addresses(case):
-    problem, params, opt = made(case, samples=2)
-    case.train(problem, opt, params)
-    before = state_tensors(opt)  # alive, so that their memory is not used for others
-    case.train(problem, opt, params)
-    moved = [k for k, t in state_tensors(opt).items() if t.data_ptr() != before[k].data_ptr()]
+    run = Run(case, samples=2).train()
+    before = state_tensors(run.opt)  # alive, so that their memory is not used for others
+    run.train()
+    moved = [k for k, t in state_tensors(run.opt).items() if t.data_ptr() != before[k].data_ptr()]
     assert moved == []
 
 
 @every
-def test_an_optimizer_that_is_dropped_lets_its_parameters_go_at_once(case):
-    problem, params, opt = made(case, samples=4)
-    case.train(problem, opt, params)
-    alive = [weakref.ref(p) for p in params]
+def test_an_optimizer_that_is_dropped_frees_its_parameters_at_once(case):
+    run = Run(case, samples=4).train()
+    alive = [weakref.ref(p) for p in run.params]
     gc.disable()
     try:
-        del problem, params, opt
+        del run
         assert not any(ref() is not None for ref in alive)
     finally:
         gc.enable()
@@ -406,19 +436,19 @@ def test_torchs_default_device_and_dtype_are_not_used(case, default):
 
 P = [nn.Parameter(torch.ones(2))]
 REFUSED = {
-    "negative lr": ({"lr": -1.0}, ValueError, "got -1.0"),
-    "lr of nan": ({"lr": float("nan")}, ValueError, "got nan"),
-    "lr of a string": ({"lr": "fast"}, ValueError, "got 'fast'"),
+    "negative lr": ({"lr": -1.0}, ValueError, "-1.0"),
+    "lr of nan": ({"lr": float("nan")}, ValueError, "nan"),
+    "lr of a string": ({"lr": "fast"}, ValueError, "'fast'"),
     "lr of two elements": ({"lr": torch.ones(2)}, ValueError, r"\(2,\)|tensor"),
-    "negative decay": ({"weight_decay": -0.1}, ValueError, "weight_decay must be .* got -0.1"),
-    "tensor decay": ({"weight_decay": torch.ones(())}, ValueError, "weight_decay must be"),
-    "expanded": ({"params": [torch.ones(3, 1).expand(3, 4)]}, ValueError, "clone"),
-    "conjugate": ({"params": [torch.ones(2, dtype=torch.cfloat).conj()]}, ValueError, "clone"),
-    "sparse": ({"params": [torch.ones(2, 2).to_sparse()]}, TypeError, "to_dense"),
-    "integers": ({"params": [torch.ones(2, dtype=torch.long)]}, TypeError, "got torch.int64"),
-    "no parameters": ({"params": []}, ValueError, "empty parameter list"),
-    "an empty group": ({"params": [{"params": []}]}, ValueError, "no parameter in them"),
-    "lr of a group": ({"params": [{"params": P, "lr": -2.0}]}, ValueError, "got -2.0"),
+    "negative decay": ({"weight_decay": -0.1}, ValueError, "weight_decay .*-0.1"),
+    "tensor decay": ({"weight_decay": torch.ones(())}, ValueError, "weight_decay"),
+    "expanded": ({"params": [torch.ones(3, 1).expand(3, 4)]}, ValueError, r"\(3, 4\)"),
+    "conjugate": ({"params": [torch.ones(2, dtype=torch.cfloat).conj()]}, ValueError, r"\(2,\)"),
+    "sparse": ({"params": [torch.ones(2, 2).to_sparse()]}, TypeError, "torch.sparse_coo"),
+    "integers": ({"params": [torch.ones(2, dtype=torch.long)]}, TypeError, "torch.int64"),
+    "no parameters": ({"params": []}, ValueError, "parameter"),
+    "an empty group": ({"params": [{"params": []}]}, ValueError, "parameter"),
+    "lr of a group": ({"params": [{"params": P, "lr": -2.0}]}, ValueError, "-2.0"),
     "unknown option": ({"weight_decoy": 0.9}, TypeError, "'weight_decoy'"),
 }
 
@@ -431,14 +461,31 @@ def test_bad_arguments(case, name):
         case(**{"params": P} | options)
 
 
+@pytest.mark.long
+@every
+def test_what_every_optimizer_of_torch_refuses(case):
+    """With the messages of torch's own table of optimizers."""
+    pytest.importorskip("expecttest", reason="torch.testing needs it: pip install expecttest")
+    from torch.testing._internal.common_optimizers import get_error_inputs_for_all_optims
+
+    for wrong in get_error_inputs_for_all_optims("cpu", torch.float32):
+        given = wrong.optimizer_error_input
+        params = P if given.params is None else given.params
+        if "lr" in repr(given) and not case.paired:  # Untuned refuses any lr
+            continue
+        expects = pytest.warns if issubclass(wrong.error_type, Warning) else pytest.raises
+        with expects(wrong.error_type, match=wrong.error_regex):
+            case.cls(params, **given.kwargs)
+
+
 @every
 def test_an_optimizer_of_a_part_of_the_parameters_is_refused(case):
     flat = nn.Parameter(torch.ones(2))
     flat._fsdp_flattened = True
-    with pytest.raises(RuntimeError, match=r"\(FSDP1\).*fully_shard"):
+    with pytest.raises(RuntimeError, match="fully_shard"):
         case([flat])
     caller = {"__name__": "torch.distributed.optim.optimizer", "make": case, "params": P}
-    with pytest.raises(RuntimeError, match="gives the optimizer a part"):
+    with pytest.raises(RuntimeError, match=caller["__name__"]):
         exec("make(params)", caller)  # nothing but the caller tells a part from a whole
 
 
@@ -463,11 +510,11 @@ def emptied_state(opt, p):
 
 
 BAD_STEPS = {
-    negative_lr: (ValueError, r"lr must be at least 0, got -0\.1"),
-    sparse_gradient: (RuntimeError, r"parameter 0 of group 0.* is sparse"),
+    negative_lr: (ValueError, "lr .*-0.1"),
+    sparse_gradient: (RuntimeError, "parameter 0 of group 0"),
     resized: (ValueError, "resized"),
-    stale_gradient: (RuntimeError, "resized"),
-    emptied_state: (RuntimeError, r"call opt.reset\(\)"),
+    stale_gradient: (RuntimeError, "parameter 0 of group 0"),
+    emptied_state: (RuntimeError, r"opt.reset\(\)"),
 }
 
 
@@ -491,46 +538,34 @@ def test_a_step_that_cannot_be_taken_moves_nothing_until_a_reset(case, change):
 
 @every
 def test_a_refused_group_and_a_refused_reset_change_nothing(case):
-    problem, params, opt = made(case)
-    case.train(problem, opt, params, problem.samples[:2])
-    before, name = everything(opt), "lr" if case.paired else "factor"
-    with pytest.raises(ValueError, match="got -1"):
-        opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: -1.0})
-    opt.param_groups[0]["weight_decay"] = -1.0
-    with pytest.raises(ValueError, match="weight_decay must be"):
-        opt.reset()
-    assert_same(everything(opt), before)
+    run = Run(case).train(0, 2)
+    before, name = run.everything(), "lr" if case.paired else "factor"
+    with pytest.raises(ValueError, match="-1"):
+        run.opt.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: -1.0})
+    run.opt.param_groups[0]["weight_decay"] = -1.0
+    with pytest.raises(ValueError, match="weight_decay"):
+        run.opt.reset()
+    assert_same(run.everything(), before)
 
 
 # -- hooks ---------------------------------------------------------------------------------------
 
 
-def by_step(case, opt, evaluate):
-    case.step(opt, evaluate)
-
-
-def by_halves(case, opt, evaluate):
-    halves(opt, evaluate)
-
-
-@pytest.mark.parametrize(
-    ("case", "step"),
-    [(case, step) for case in CASES for step in (by_step, by_halves)
-     if step is by_step or case.paired],
-    ids=lambda value: getattr(value, "name", None),
-)  # fmt: skip
-def test_step_hooks_fire_once_a_step(case, step):
-    problem, params, opt = made(case, samples=5)
-    fired = []
+@every
+@pytest.mark.parametrize("by_halves", [False, True])
+def test_step_hooks_fire_once_per_step(case, by_halves):
+    if by_halves and not case.paired:
+        return
+    run, fired = Run(case, samples=5), []
     handles = [
         torch_optimizer.register_optimizer_step_pre_hook(lambda *_: fired.append("before all")),
         torch_optimizer.register_optimizer_step_post_hook(lambda *_: fired.append("after all")),
-        opt.register_step_pre_hook(lambda *_: fired.append("before")),
-        opt.register_step_post_hook(lambda *_: fired.append("after")),
+        run.opt.register_step_pre_hook(lambda *_: fired.append("before")),
+        run.opt.register_step_post_hook(lambda *_: fired.append("after")),
     ]
     try:
-        for xi in problem.samples:
-            step(case, opt, problem.closure(opt, params, xi))
+        for i in range(5):
+            (halves if by_halves else case.step)(run.opt, run.closure(i))
     finally:
         for handle in handles:
             handle.remove()
@@ -538,17 +573,25 @@ def test_step_hooks_fire_once_a_step(case, step):
 
 
 @every
+def test_a_hook_before_a_step_may_replace_its_arguments(case):
+    run, seen = Run(case), []
+    closure = run.closure(0)
+    run.opt.register_step_pre_hook(lambda opt, args, kwargs: ((opt, closure), {}))
+    run.opt.register_step_post_hook(lambda opt, args, kwargs: seen.append((args, kwargs)))
+    assert run.opt.step(None) is not None
+    assert seen == [((run.opt, closure), {})]
+
+
+@every
 def test_pass_hooks_are_called_until_they_are_removed_and_copies_have_none(case):
-    problem, params, opt = made(case)
-    events = []
-    hook = opt.register_pass_hook(lambda o, event: events.append((o, event)))
-    case.train(problem, opt, params, problem.samples[:2])
+    run, events = Run(case), []
+    hook = run.opt.register_pass_hook(lambda o, event: events.append((o, event)))
+    run.train(0, 2)
     pair = ["before_move", "after_move", "before_estimate", "after_estimate"]
     names = [*pair[2:], *pair] if case.paired else ["before_step", "after_step"] * 2
-    expected = [(opt, name) for name in names]
+    expected = [(run.opt, name) for name in names]
     assert events == expected
-    twins, twin = copy.deepcopy((params, opt))
-    case.train(problem, twin, twins, problem.samples[2:3])
+    copy.deepcopy(run).train(2, 3)
     hook.remove()
-    case.train(problem, opt, params, problem.samples[2:3])
+    run.train(2, 3)
     assert events == expected

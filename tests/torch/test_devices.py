@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from optimizers import PATHS, on
-from problems_for_tests import Network
 from torch import nn
 
 from stormplus import StormPlus
+from tests.support.problems_for_tests import Network
+from tests.torch.optimizers import PATHS, on
 
 CUDA, MPS = torch.cuda.is_available(), torch.backends.mps.is_available()
 devices = pytest.mark.parametrize(

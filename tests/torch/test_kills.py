@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from optimizers import assert_same
+
+from tests.torch.optimizers import assert_same
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "checkpoint.py"
 

@@ -2,10 +2,12 @@
 
 import pytest
 import torch
-from optimizers import (
+from torch import nn
+
+from tests.torch.optimizers import (
+    Run,
     assert_same,
     every,
-    made,
     noise,
     on,
     parameter,
@@ -13,11 +15,10 @@ from optimizers import (
     shared_numbers,
     values,
 )
-from torch import nn
 
 
-def constant(case, opt, params, steps=3):
-    """Steps with gradients that depend on the parameters' places in the test alone."""
+def descend(case, opt, params, steps=3):
+    """Take steps with random gradients, the same ones for the same list of parameters."""
     rows = [noise(steps, *p.shape, seed=i).to(p.dtype) for i, p in enumerate(params)]
     case.descend(opt, params, list(zip(*rows)))
 
@@ -25,46 +26,47 @@ def constant(case, opt, params, steps=3):
 # -- added and removed ---------------------------------------------------------------------------
 
 
+def steps_taken(case, opt):
+    """Return the number of steps of the run, or of each parameter."""
+    return (shared_numbers(opt)["step"] if case.paired else per_tensor(opt, "step")).tolist()
+
+
 @every
-def test_a_parameter_without_a_gradient_so_far_waits_and_takes_the_first_one_whole(case):
-    problem, params, opt = made(case)
-    extra = parameter(2.0, 3.0)
-    case.train(problem, opt, params, problem.samples[:5])
-    known = opt.diagnostics()
+def test_an_added_parameter_waits_for_its_first_gradient_and_takes_it_whole(case):
+    run, extra, g = Run(case).train(0, 5), parameter(2.0, 3.0), parameter(1.0, -2.0).detach()
+    opt, known = run.opt, run.opt.diagnostics()
     opt.add_param_group({"params": [extra], "lr" if case.paired else "factor": 0.5})
     assert opt.diagnostics() == known  # what the others have learned is kept
-    g = torch.tensor([1.0, -2.0], dtype=torch.float64)
 
-    def evaluate(joins):
-        opt.zero_grad()
-        problem.loss(params, problem.samples[5]).backward()
-        extra.grad = g.clone() if joins else None
+    def step(gradient):
+        def evaluate():
+            run.closure(5)()
+            extra.grad = gradient
 
-    case.step(opt, lambda: evaluate(False))
+        case.step(opt, evaluate)
+
+    step(None)
     assert torch.equal(extra, parameter(2.0, 3.0))
-    case.step(opt, lambda: evaluate(True))
-    whole = (
-        opt.state[extra]["estimator"] if case.paired else opt.state[extra]["grad_rms"] * g.sign()
-    )
-    assert torch.equal(whole, g)  # not a thousandth
-    case.step(opt, lambda: evaluate(True))
+    step(g)
+    state = opt.state[extra]
+    assert torch.equal(state["estimator"] if case.paired else state["grad_rms"] * g.sign(), g)
+    step(g)
     assert not torch.equal(extra, parameter(2.0, 3.0))
-    steps = shared_numbers(opt)["step"] if case.paired else per_tensor(opt, "step")
-    assert steps.tolist() == (8 if case.paired else [8, 8, 8, 2])
+    assert steps_taken(case, opt) == (8 if case.paired else [8, 8, 8, 2])
 
 
 @every
-def test_what_remains_of_the_groups_goes_on_as_if_the_removed_one_were_frozen(case):
+def test_removing_a_group_has_the_effect_of_freezing_it(case):
     runs = []
     for removed in (True, False):
         params = [parameter(10.0, -20.0), parameter(0.01, 0.02, 0.03), parameter(-1.0)]
         opt = case([{"params": params[:1]}, {"params": params[1:]}], lr=0.3)
-        constant(case, opt, params)
+        descend(case, opt, params)
         params[0].requires_grad_(False)
         params[0].grad = None
         if removed:
             del opt.param_groups[0]
-        constant(case, opt, params[1:])
+        descend(case, opt, params[1:])
         runs.append(values(params))
         assert len(opt.state_dict()["state"]) == len(opt.parameters())
     assert_same(*runs)
@@ -74,7 +76,7 @@ def test_what_remains_of_the_groups_goes_on_as_if_the_removed_one_were_frozen(ca
 def test_a_parameter_that_comes_back_starts_over(case):
     p, q = parameter(1.0, 2.0), parameter(3.0)
     opt = case([{"params": [q]}, {"params": [p]}])
-    constant(case, opt, [q, p])
+    descend(case, opt, [q, p])
     group = opt.param_groups.pop()
     opt.state_dict()
     opt.add_param_group({"params": group["params"]})
@@ -85,9 +87,9 @@ def test_a_parameter_that_comes_back_starts_over(case):
 def test_a_parameter_that_is_appended_to_a_group_joins_without_a_name(case):
     p, q = parameter(1.0, 2.0), parameter(3.0, 4.0)
     opt = case([("first", p)])
-    constant(case, opt, [p])
+    descend(case, opt, [p])
     opt.param_groups[0]["params"].append(q)
-    constant(case, opt, [p, q])
+    descend(case, opt, [p, q])
     assert bool((q != parameter(3.0, 4.0)).all())
     with pytest.raises(FloatingPointError, match=r"parameter 1 of group 0, shape \(2,\)"):
         case.descend(opt, [p, q], [[torch.ones_like(p), torch.full_like(q, torch.nan)]])
@@ -97,54 +99,50 @@ def test_a_parameter_that_is_appended_to_a_group_joins_without_a_name(case):
 
 
 @every
-@pytest.mark.parametrize("which", [0, 1])  # the first one would keep the numbers of the run
+@pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize("set_to_none", [True, False])
-def test_freezing_drops_the_buffers_and_unfreezing_starts_anew(case, which, set_to_none):
-    problem, params, opt = made(case, samples=20)
-    subject = params[which]
+def test_freezing_drops_the_buffers_and_unfreezing_starts_over(case, which, set_to_none):
+    run = Run(case, samples=20)
+    opt, params, subject = run.opt, run.params, run.params[which]
 
-    def train(samples, use=True):
+    def train(start, stop, use=True):
         used = [p if use or p is not subject else p.detach() for p in params]
-        for xi in samples:
-            case.step(opt, on(opt, lambda: problem.loss(used, xi), set_to_none))
+        for xi in run.problem.samples[start:stop]:
+            case.step(opt, on(opt, lambda: run.problem.loss(used, xi), set_to_none))
 
-    train(problem.samples[:5])
+    train(0, 5)
     numbers = opt.diagnostics()
     subject.requires_grad_(False)
     assert opt.diagnostics() == numbers
     held = subject.detach().clone()
-    train(problem.samples[5:9])
+    train(5, 9)
     assert torch.equal(subject, held)
     assert opt.state[subject].keys().isdisjoint(case.buffers)  # its memory is free
     if case.paired:
-        rest = [p.grad.square().sum() for p in params if p is not subject]
-        assert opt.diagnostics()["grad_norm"] == pytest.approx(float(sum(rest).sqrt()))
+        rest = torch.cat([p.grad.flatten() for p in params if p is not subject])
+        assert opt.diagnostics()["grad_norm"] == pytest.approx(float(rest.norm()))
     subject.requires_grad_(True)
     opt.zero_grad()
-    train(problem.samples[9:11], use=False)
+    train(9, 11, use=False)
     assert torch.equal(subject, held)
-    train(problem.samples[11:12])
+    train(11, 12)
     if case.paired:
         assert torch.equal(opt.state[subject]["estimator"], subject.grad)
     else:
         assert torch.equal(opt.state[subject]["initial_sample"], held.reshape(-1))
-    train(problem.samples[12:])
+    train(12, 20)
     assert not torch.equal(subject, held)
-    steps = shared_numbers(opt)["step"] if case.paired else per_tensor(opt, "step")
-    assert steps.tolist() == (20 if case.paired else [9 if i == which else 20 for i in range(3)])
+    expected = 20 if case.paired else [9 if i == which else 20 for i in range(3)]
+    assert steps_taken(case, opt) == expected
 
 
 @every
-def test_a_parameter_that_is_frozen_from_the_start_is_as_if_it_were_not_there(case):
-    problem, params, opt = made(case)
-    _, others, twin = made(case)
-    others[0].requires_grad_(False)
-    alone = case([p for p in params if p is not params[0]])
-    for xi in problem.samples:
-        case.step(twin, problem.closure(twin, others, xi))
-        case.step(alone, problem.closure(alone, params, xi))
-    assert_same(values(others), values(params))
-    assert alone.diagnostics() == twin.diagnostics()
+def test_a_parameter_that_is_frozen_from_the_start_is_ignored(case):
+    run, alone = Run(case), Run(case)
+    run.params[0].requires_grad_(False)
+    alone.opt = case(alone.params[1:])
+    assert_same(values(run.train().params), values(alone.train().params))
+    assert run.opt.diagnostics() == alone.opt.diagnostics()
 
 
 # -- converted -----------------------------------------------------------------------------------
@@ -184,7 +182,7 @@ def test_a_model_that_changes_its_layout_goes_on_as_it_would_have(case, formats,
             nn.init.constant_(p, start)
         params = list(model.parameters())
         opt = case(params)
-        constant(case, opt, params)
+        descend(case, opt, params)
         if changes:
             saved = opt.state_dict()
             model.to(memory_format=formats[1])
@@ -192,7 +190,7 @@ def test_a_model_that_changes_its_layout_goes_on_as_it_would_have(case, formats,
                 opt = case(params)
                 opt.load_state_dict(saved)
             opt.zero_grad()
-        constant(case, opt, params)
+        descend(case, opt, params)
         runs.append(values(params))
         for name in case.buffers[:2]:
             assert opt.state[params[0]].get(name, params[0]).stride() == params[0].stride()
@@ -207,7 +205,7 @@ def test_what_others_keep_in_the_state_stays(case):
     p = parameter(1.0, 2.0)
     opt = case([p])
     opt.state["mine"], opt.state["count"] = {"n": 1}, 1
-    constant(case, opt, [p])
+    descend(case, opt, [p])
     opt.add_param_group({"params": [parameter(3.0)]})
     saved = opt.state_dict()["state"]
     assert (saved["mine"], saved["count"]) == ({"n": 1}, 1)

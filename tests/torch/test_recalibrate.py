@@ -4,10 +4,10 @@ import copy
 
 import pytest
 import torch
-from optimizers import assert_same, noise
 from torch import nn
 
 from stormplus import Untuned, recalibrate
+from tests.torch.optimizers import assert_same, noise
 
 DATA = list(noise(4, 6, 3))
 

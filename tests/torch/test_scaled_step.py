@@ -4,10 +4,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from optimizers import halves
 from torch import nn
 
 from stormplus import StormPlus, same_sample, scaled_step
+from tests.torch.optimizers import halves
 
 N = 12
 DATA = torch.Generator().manual_seed(0)

@@ -9,10 +9,11 @@ import copy
 
 import pytest
 import torch
-from optimizers import assert_same, values
+
 from torch import nn
 
 import stormplus
+from tests.torch.optimizers import assert_same, values
 
 pytestmark = pytest.mark.long
 

@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from optimizers import assert_same
 from scipy.stats import chi2
 from torch import nn
 
 from stormplus import UniformIterate
+from tests.torch.optimizers import assert_same
 
 
 @pytest.mark.parametrize("steps", [1, 2, 7])

@@ -1,4 +1,4 @@
-"""Untuned beyond the contract: bounded steps, two buffers, an average that comes and goes."""
+"""What only Untuned does: bounded steps, two buffers, an average that comes and goes."""
 
 import copy
 import math
@@ -7,13 +7,13 @@ import warnings
 import numpy as np
 import pytest
 import torch
-from optimizers import UNTUNED, assert_same, everything, made, noise, per_tensor, values
-from problems_for_tests import Network
 from torch import nn
-from untuned_oracle import untuned_run
 
 from stormplus import Untuned
 from stormplus.torch.kernels import native, plain
+from tests.support.problems_for_tests import Network
+from tests.support.untuned_oracle import untuned_run
+from tests.torch.optimizers import UNTUNED, Run, assert_same, noise, per_tensor, values
 
 F32, F64, BF16, F16 = torch.float32, torch.float64, torch.bfloat16, torch.float16
 
@@ -23,7 +23,7 @@ def close(ours, theirs):
 
 
 def descend(p, *rows, **options):
-    """Steps of one parameter with given gradients; returns the optimizer."""
+    """Take steps of one parameter with given gradients; return the optimizer."""
     opt = Untuned([p], **options)
     UNTUNED.descend(opt, [p], [[torch.as_tensor(row, dtype=p.dtype)] for row in rows])
     return opt
@@ -75,8 +75,8 @@ def test_every_number_of_every_step_equals_the_oracle():
         close(p.detach().numpy(), average)
 
 
-def test_the_evidence_is_the_oracles_with_a_schedule_and_gradients_that_are_missing():
-    """Gradients that agree, so that steps are let go; one tensor misses some of them."""
+def test_the_evidence_equals_the_oracle_with_a_schedule_and_missing_gradients():
+    """Gradients that agree, so that the step size grows; one tensor misses some of them."""
     shapes, steps = ((5, 3), (4, 5), (4,)), 50
     rows = [1 + 0.5 * noise(steps, *shape, seed=i) for i, shape in enumerate(shapes)]
     start = [noise(*shape, seed=9) for shape in shapes]
@@ -85,15 +85,18 @@ def test_the_evidence_is_the_oracles_with_a_schedule_and_gradients_that_are_miss
     def gradients(k):
         return [rows[0][k], None if k % 3 == 2 or k < 4 else rows[1][k], rows[2][k]]
 
+    def lr(moves):
+        return 1 / (1 + 0.1 * (moves % 7))
+
     expected = untuned_run(
         lambda k, _: [g if g is None else g.numpy() for g in gradients(k)],
-        [block.numpy() for block in start], steps, lr=lambda moves: 1 / (1 + 0.1 * (moves % 7)),
+        [block.numpy() for block in start], steps, lr=lr,
     )  # fmt: skip
     opt = Untuned([{"params": [p]} for p in params])
     moves = [0, 0, 0]
     for k, row in enumerate(expected):
         for i, (group, g) in enumerate(zip(opt.param_groups, gradients(k))):
-            group["lr"] = 1 / (1 + 0.1 * (moves[i] % 7))
+            group["lr"] = lr(moves[i])
             moves[i] += g is not None
         UNTUNED.descend(opt, params, [gradients(k)])
         for p, block in zip(params, row["x"]):
@@ -116,57 +119,35 @@ def test_a_large_tensor_is_measured_on_a_sample_and_in_chunks():
     assert rows[-1]["r"][0] == pytest.approx(everywhere[-1]["r"][0], rel=0.05)
 
 
-def test_a_step_takes_one_evaluation_with_or_without_a_closure():
-    runs = []
-    for with_closure in (True, False):
-        problem, params, opt = made(UNTUNED)
-        for xi in problem.samples:
-            closure = problem.closure(opt, params, xi)
-            if with_closure:
-                opt.step(closure)
-            else:
-                closure()
-                assert opt.step() is None
-        assert opt.grad_evaluations == 12
-        runs.append(everything(opt))
-    assert_same(*runs)
-
-
 @each_path
 @pytest.mark.parametrize(
-    ("loss", "point"),
-    [(1e-6, 1.0), (1e6, 1.0), (1e-160, 1.0), (1e160, 1.0), (2.0**600, 1.0), (1.0, 1e4)],
+    ("loss", "point", "dtype"),
+    [
+        (1e-6, 1.0, F64), (1e6, 1.0, F64), (1e-160, 1.0, F64), (1e160, 1.0, F64),
+        (2.0**600, 1.0, F64), (1.0, 1e4, F64),
+        # The squares of these gradients leave float32.
+        (1e-30, 1.0, F32), (1e-20, 1.0, F32), (1e20, 1.0, F32), (1e30, 1.0, F32),
+    ],
     ids=str,
-)
+)  # fmt: skip
 @pytest.mark.parametrize("decay", [0.0, 0.5])
 def test_rescaling_the_objective_changes_nothing_and_large_tensors_rescale_the_run(
-    loss, point, decay
+    loss, point, dtype, decay
 ):
     problem, ends = Network(samples=30), []
     for by_loss, by_point in ((1.0, 1.0), (loss, point)):
         # Above their natural scale, where a tensor's own RMS is its scale.
-        params = [nn.Parameter(3 * by_point * p.detach()) for p in problem.parameters()]
+        params = [nn.Parameter(3 * by_point * p.detach()) for p in problem.parameters(dtype)]
         opt = Untuned(params, weight_decay=decay)
         for xi in problem.samples:
             opt.zero_grad()
             (by_loss * problem.loss([p / (3 * by_point) for p in params], xi)).backward()
             opt.step()
         ends.append([p.detach() / by_point for p in params])
+    tolerance = 1e-9 if dtype == F64 else 1e-5
     for p, q, x0 in zip(*ends, problem.x0):
-        torch.testing.assert_close(p, q, rtol=1e-9, atol=1e-9)
-        assert (p - 3 * torch.tensor(x0)).abs().max() > 1e-3
-
-
-@each_path
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e20, 1e30])
-def test_float32_gradients_whose_squares_leave_float32(size):
-    g, ends = draw(30, 7), []
-    for scale in (1.0, size):
-        p = nn.Parameter(torch.linspace(-1, 1, 7))
-        descend(p, *(scale * g))
-        ends.append(p.detach())
-    torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-5)
-    assert (ends[1] - torch.linspace(-1, 1, 7)).abs().min() > 1e-4
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance)
+        assert (p - 3 * torch.tensor(x0, dtype=dtype)).abs().max() > 1e-3
 
 
 def test_the_scale_of_a_layer_is_its_start_or_one_over_the_root_of_its_inputs():
@@ -199,22 +180,6 @@ ROWS = {
         [torch.zeros(500, 4), torch.tensor([[1e-3, 1e3, 1.0, 1.0]])]
     ),
 }
-
-
-def test_complex_tensors_may_have_a_state_in_bfloat16():
-    """Each is a pair of reals, the vector beside the matrix too."""
-    matrix, vector = draw(4, 3, 2), draw(5, 2, seed=1)
-    ends = []
-    for form in (torch.view_as_complex, torch.clone):
-        params = [nn.Parameter(form(x.clone())) for x in (matrix, vector)]
-        opt = Untuned(params, state_dtype=torch.bfloat16)
-        for t in range(5):
-            for p, x in zip(params, (matrix, vector)):
-                p.grad = form(draw(*x.shape, seed=t))
-            opt.step()
-        reals = [torch.view_as_real(p) if p.is_complex() else p for p in values(params)]
-        ends.append((reals, opt.diagnostics()))
-    assert_same(*ends)
 
 
 @pytest.mark.long
@@ -312,34 +277,31 @@ def test_a_group_that_comes_later_may_have_a_part_of_the_lr(recwarn):
     assert opt.param_groups[0]["lr"] == 0.5
 
 
-@pytest.fixture
-def one_group():
-    p = nn.Parameter(torch.ones(2))
-    p.grad = torch.ones(2)
-    return Untuned([p])
+LRS = {  # of the first steps of a run, and the number of warnings
+    "a learning rate": ([6e-4, 5e-4], 1),
+    "decay": ([1.0, 1e-3, 0.0], 0),
+    "warm-up": ([0.05, 0.01], 0),
+    "warm-up from 0": ([0.0, 0.5], 0),
+}
 
 
-def step_with_lr(opt, *lrs):
+@pytest.mark.parametrize("name", LRS)
+def test_a_learning_rate_is_warned_of_once_and_a_schedule_is_not(name, recwarn):
+    p, (lrs, count) = nn.Parameter(torch.ones(2)), LRS[name]
+    p.grad, opt = torch.ones(2), Untuned([p])
     for lr in lrs:
         opt.param_groups[0]["lr"] = lr
         opt.step()
+    assert len(recwarn) == count
+    assert all("lr=0.0006" in str(warning.message) for warning in recwarn)
 
 
-def test_a_learning_rate_set_in_the_loop_is_warned_of_once(one_group):
-    with pytest.warns(UserWarning, match=r"lr=0.0006"):
-        step_with_lr(one_group, 6e-4)
-    step_with_lr(one_group, 5e-4)  # warnings are errors
-
-
-@pytest.mark.parametrize("lrs", [(1.0, 1e-3, 0.0), (0.05, 0.01), (0.0, 0.5)], ids=str)
-def test_a_schedule_scaled_to_one_is_not_warned_of(one_group, lrs):
-    step_with_lr(one_group, *lrs)
-
-
-def test_a_resumed_run_at_the_end_of_its_schedule_is_not_warned_of(one_group):
-    one_group.step()
-    one_group.load_state_dict(one_group.state_dict())
-    step_with_lr(one_group, 1e-3)
+def test_a_resumed_run_at_the_end_of_its_schedule_is_not_warned_of():
+    p = nn.Parameter(torch.ones(2))
+    opt = descend(p, torch.ones(2))
+    opt.load_state_dict(opt.state_dict())
+    opt.param_groups[0]["lr"] = 1e-3
+    opt.step()
 
 
 # -- numbers that are not finite -----------------------------------------------------------------
@@ -357,7 +319,7 @@ def test_parameters_that_are_not_finite_raise_and_nothing_has_moved(when):
     if when == "later":
         UNTUNED.descend(opt, [p, q], ones)  # which finds the displacement
     before = p.detach().clone()
-    with pytest.raises(FloatingPointError, match=r"'q'.*nothing has moved"):
+    with pytest.raises(FloatingPointError, match="'q'"):
         UNTUNED.descend(opt, [p, q], ones)
     assert torch.equal(p, before)
 
@@ -374,7 +336,7 @@ def test_a_half_precision_weight_that_overflows_raises():
             break
     assert bool(opt.state[p]["master"].isfinite().all())
     before, steps = values([p]), opt.grad_evaluations
-    with pytest.raises(FloatingPointError, match="non-finite"):
+    with pytest.raises(FloatingPointError):
         opt.step()
     assert_same(values([p]), before)
     assert opt.grad_evaluations == steps
@@ -388,20 +350,18 @@ def test_no_error_without_the_check():
 
 def test_grad_scaler_in_the_ordinary_way():
     # The scale is a power of two: unscaled gradients are exact.
-    problem, params, opt = made(UNTUNED)
-    _, others, twin = made(UNTUNED)
+    run, twin = Run(UNTUNED), Run(UNTUNED)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
-    for i, xi in enumerate(problem.samples):
-        opt.zero_grad()
-        scaler.scale(problem.loss(params, xi)).backward()
+    for i, xi in enumerate(run.problem.samples):
+        run.opt.zero_grad()
+        scaler.scale(run.problem.loss(run.params, xi)).backward()
         if i == 5:
-            params[1].grad[0] = float("inf")
-        scaler.step(opt)
+            run.params[1].grad[0] = float("inf")
+        scaler.step(run.opt)
         scaler.update()
-        if i != 5:
-            twin.step(problem.closure(twin, others, xi))
+    twin.train(0, 5).train(6)
     assert scaler.get_scale() == 2.0**9
-    assert_same(everything(opt), everything(twin))
+    assert_same(run.everything(), twin.everything())
 
 
 # -- sixteen bits --------------------------------------------------------------------------------
@@ -420,7 +380,7 @@ def test_half_precision_has_a_master_so_that_small_steps_add_up(dtype):
 
 
 @each_path
-def test_half_precision_that_the_user_has_changed_is_taken_as_it_is():
+def test_a_step_continues_from_half_precision_weights_that_the_user_has_changed():
     p = nn.Parameter(torch.ones(3, dtype=BF16))
     opt = descend(p, *torch.ones(5, 3))
     with torch.no_grad():
@@ -430,14 +390,13 @@ def test_half_precision_that_the_user_has_changed_is_taken_as_it_is():
 
 
 def test_sixteen_bits_of_state_take_half_the_memory_and_cost_little():
-    problem, losses = Network(samples=300), {}
+    losses = {}
     for dtype in (None, BF16):
-        params = problem.parameters(F32)
-        opt = Untuned(params, state_dtype=dtype)
-        problem.run(opt, params)
-        opt.eval()
+        run = Run(UNTUNED, 300, F32, state_dtype=dtype).train()
+        run.opt.eval()
+        problem, params = run.problem, run.params
         losses[dtype] = np.mean([problem.loss(params, xi).item() for xi in problem.samples])
-        assert opt.state[params[0]]["z_minus_x"].dtype == (dtype or F32)
+        assert run.opt.state[params[0]]["z_minus_x"].dtype == (dtype or F32)
     assert losses[BF16] == pytest.approx(losses[None], rel=0.02)
 
 
@@ -454,6 +413,22 @@ def test_stochastic_rounding_is_right_in_the_mean():
     assert torch.equal(part, rounded[9:])  # a shard has the draws of the whole
 
 
+def test_complex_tensors_may_have_a_state_in_bfloat16():
+    """Each is a pair of reals, the vector beside the matrix too."""
+    matrix, vector = draw(4, 3, 2), draw(5, 2, seed=1)
+    ends = []
+    for form in (torch.view_as_complex, torch.clone):
+        params = [nn.Parameter(form(x.clone())) for x in (matrix, vector)]
+        opt = Untuned(params, state_dtype=torch.bfloat16)
+        for t in range(5):
+            for p, x in zip(params, (matrix, vector)):
+                p.grad = form(draw(*x.shape, seed=t))
+            opt.step()
+        reals = [torch.view_as_real(p) if p.is_complex() else p for p in values(params)]
+        ends.append((reals, opt.diagnostics()))
+    assert_same(*ends)
+
+
 # -- the average ---------------------------------------------------------------------------------
 
 
@@ -464,12 +439,11 @@ def written(params, value):
 
 
 @pytest.mark.parametrize("dtype", [F64, F32, BF16], ids=str)
-def test_eval_lends_the_average_and_train_brings_the_parameters_back_exactly(dtype):
-    problem, params, opt = made(UNTUNED, dtype=dtype)
-    _, others, undisturbed = made(UNTUNED, dtype=dtype)
-    for xi in problem.samples:
-        problem.run(opt, params, [xi])
-        problem.run(undisturbed, others, [xi])
+def test_eval_shows_the_average_and_train_brings_the_parameters_back_exactly(dtype):
+    run, undisturbed = Run(UNTUNED, dtype=dtype), Run(UNTUNED, dtype=dtype).train()
+    opt, params = run.opt, run.params
+    for i in range(12):
+        run.train(i, i + 1)
         y = values(params)
         opt.eval()
         opt.eval()
@@ -482,86 +456,75 @@ def test_eval_lends_the_average_and_train_brings_the_parameters_back_exactly(dty
         opt.train()
         assert not opt.at_average
         assert_same(values(params), y)
-    assert_same(everything(opt), everything(undisturbed))
+    assert_same(run.everything(), undisturbed.everything())
 
 
 def test_a_step_without_any_gradient_changes_nothing():
-    problem, params, opt = made(UNTUNED)
-    problem.run(opt, params, problem.samples[:3])
-    opt.zero_grad()
-    before = everything(opt)
-    opt.step()
-    assert_same(everything(opt), before)
+    run = Run(UNTUNED).train(0, 3)
+    run.opt.zero_grad()
+    before = run.everything()
+    run.opt.step()
+    assert_same(run.everything(), before)
 
 
 def test_steps_at_the_average_are_refused():
-    problem, params, opt = made(UNTUNED)
-    problem.run(opt, params, problem.samples[:3])
-    opt.eval()
-    x, calls = values(params), []
-    with pytest.raises(RuntimeError, match=r"call opt.train"):
-        opt.step(lambda: calls.append(None))
+    run, calls = Run(UNTUNED).train(0, 3), []
+    run.opt.eval()
+    x = values(run.params)
+    with pytest.raises(RuntimeError, match=r"opt.train"):
+        run.opt.step(lambda: calls.append(None))
     assert not calls
-    assert_same(values(params), x)
+    assert_same(values(run.params), x)
 
 
 def test_weights_that_are_loaded_before_the_first_step_stay():
-    problem, params, opt = made(UNTUNED)
-    before = values(params)
-    opt.eval()  # as a validation before training
-    assert_same(values(params), before)
-    written(params, lambda p: torch.full_like(p, 2.0))
-    opt.train()
-    assert all((p == 2).all() for p in params)
-    problem.run(opt, params)
-    assert opt.state[params[0]]["initial_sample"].eq(2).all()
+    run = Run(UNTUNED)
+    before = values(run.params)
+    run.opt.eval()  # as a validation before training
+    assert_same(values(run.params), before)
+    written(run.params, lambda p: torch.full_like(p, 2.0))
+    run.opt.train()
+    assert all((p == 2).all() for p in run.params)
+    run.train()
+    assert run.opt.state[run.params[0]]["initial_sample"].eq(2).all()
 
 
 OVERWRITTEN = {
-    "others": (lambda p: p + 1, UserWarning),
-    "the same": (lambda p: p.clone(), None),  # as the best model of a run, often the last one
+    "others": (lambda p: p + 1, True),
+    "the same": (lambda p: p.clone(), False),  # as the best model of a run, often the last one
 }
 
 
 @pytest.mark.parametrize("name", OVERWRITTEN)
 def test_train_warns_if_it_overwrites_weights_that_were_loaded_at_the_average(name, recwarn):
-    problem, params, opt = made(UNTUNED, dtype=BF16)
-    problem.run(opt, params, problem.samples[:3])
-    x, (value, warning) = values(params), OVERWRITTEN[name]
-    opt.eval()
-    written(params, value)
-    assert opt.overwritten == (warning is not None)
-    opt.train()
-    assert [w.category for w in recwarn] == ([] if warning is None else [warning])
-    assert_same(values(params), x)
+    run, (value, warned) = Run(UNTUNED, dtype=BF16).train(0, 3), OVERWRITTEN[name]
+    x = values(run.params)
+    run.opt.eval()
+    written(run.params, value)
+    assert run.opt.overwritten == warned
+    run.opt.train()
+    assert len(recwarn) == warned
+    assert_same(values(run.params), x)
 
 
 @pytest.mark.parametrize("saved_at_average", [False, True])
-def test_a_state_that_is_loaded_at_the_average_belongs_to_the_weights_there(saved_at_average):
-    problem, params, opt = made(UNTUNED)
-    problem.run(opt, params, problem.samples[:3])
-    x, saved = values(params), opt.state_dict()
-    opt.eval()
-    opt.load_state_dict(opt.state_dict() if saved_at_average else saved)
-    written(params, lambda p: p + 1)
-    there = values(params)
-    opt.train()  # without a warning
-    assert_same(values(params), x if saved_at_average else there)
-
-
-def test_a_trainer_may_copy_the_state_that_it_has_loaded():
-    """Lightning does so after loading a checkpoint."""
-    problem, params, opt = made(UNTUNED)
-    problem.run(opt, params, problem.samples[:3])
-    x = values(params)
-    opt.eval()
-    opt.load_state_dict(opt.state_dict())
-    for p in params:
-        opt.state[p] = copy.deepcopy(opt.state[p])
-    opt.train()
-    assert_same(values(params), x)
-    problem.run(opt, params, problem.samples[3:5])
-    assert not opt.at_average
+@pytest.mark.parametrize("copied", [False, True])  # by Lightning, after loading a checkpoint
+def test_a_state_that_is_loaded_at_the_average_belongs_to_the_weights_there(
+    saved_at_average, copied
+):
+    run = Run(UNTUNED).train(0, 3)
+    x, saved = values(run.params), run.opt.state_dict()
+    run.opt.eval()
+    run.opt.load_state_dict(run.opt.state_dict() if saved_at_average else saved)
+    if copied:
+        for p in run.params:
+            run.opt.state[p] = copy.deepcopy(run.opt.state[p])
+    written(run.params, lambda p: p + 1)
+    there = values(run.params)
+    run.opt.train()  # without a warning
+    assert_same(values(run.params), x if saved_at_average else there)
+    if saved_at_average:
+        run.train(3, 5)
 
 
 @pytest.mark.parametrize("steps", [0, 3])
@@ -593,27 +556,17 @@ def test_a_validation_in_inference_mode(steps, change):
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("at_average", [True, False])
 def test_a_model_saved_at_the_average_beside_a_state_that_was_not_is_warned_of(dtype, at_average):
-    problem, params, opt = made(UNTUNED, dtype=dtype)
-    problem.run(opt, params, problem.samples[:8])
-    state = copy.deepcopy(opt.state_dict())
+    run, resumed = Run(UNTUNED, dtype=dtype).train(0, 8), Run(UNTUNED, dtype=dtype)
+    resumed.opt.load_state_dict(run.opt.state_dict())
     if at_average:
-        opt.eval()
-    others = [nn.Parameter(p) for p in values(params)]
-    resumed = Untuned(others)
-    resumed.load_state_dict(state)
+        run.opt.eval()
+    resumed.copy_weights(run)
     with warnings.catch_warnings(record=True) as given:
         warnings.simplefilter("always")
-        problem.run(resumed, others, problem.samples[8:10])
+        resumed.train(8, 10)
     # Once, and at the line that calls step().
-    expected = [problem.run.__code__.co_filename] if at_average else []
+    expected = [UNTUNED.step.__code__.co_filename] if at_average else []
     assert [warning.filename for warning in given] == expected
-
-
-@pytest.mark.parametrize(("ours", "theirs"), [(None, BF16), (BF16, None)], ids=str)
-def test_a_state_of_another_dtype_is_refused(ours, theirs):
-    saved = made(UNTUNED, state_dtype=theirs)[2].state_dict()
-    with pytest.raises(ValueError, match=f"saved with state_dtype='{theirs}'"):
-        made(UNTUNED, state_dtype=ours)[2].load_state_dict(saved)
 
 
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
