@@ -1,13 +1,10 @@
 """Steps on a simulated device: no waiting, few launches, and the values of the CPU."""
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache, partial
 
 import pytest
 import torch
-from optimizers import assert_same, halves, state_tensors
 from torch import nn
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
@@ -16,25 +13,10 @@ from stormplus.torch.kernels import native
 from stormplus_bench.launches import device_counts
 from stormplus_bench.simulated_device import SimulatedDevice, value
 from stormplus_bench.train.networks import resnet34
+from tests.torch.optimizers import assert_same, halves, state_tensors
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 SHAPES = [(16, 8), (16,)]
-
-
-@dataclass(frozen=True)
-class Case:
-    """An optimizer with options, and the parameters that it is given."""
-
-    make: Callable  # of parameters
-    dtype: torch.dtype = F32
-    launches: int = 120
-    tolerance: float = 1e-6  # half precision may be rounded the other way: 2^-7
-    tensor_lr: bool = False
-    without_gradient: tuple = ()  # which parameters
-    float64: bool = True
-
-    def device(self):
-        return SimulatedDevice("cuda" if self.float64 else "xpu", float64=self.float64)
 
 
 def two_groups(cls):
@@ -45,94 +27,105 @@ def two_groups(cls):
     return make
 
 
-def untuned(dtype=F32, options=None, **fields):
-    options = options or {}
-    half = BF16 in (dtype, options.get("state_dtype")) or dtype == F16
-    fields = {"launches": 200, "tolerance": 2**-7 if half else 1e-6} | fields
-    return Case(partial(Untuned, **options), dtype, **fields)
+def with_tensor_lr(cls):
+    def make(params):
+        opt = cls(params)
+        opt.param_groups[0]["lr"] = params[0].detach().new_tensor(0.5)
+        return opt
+
+    return make
 
 
 FIRST = {"unit": "first", "lr": 0.1, "weight_decay": 0.1}
-BF16_STATE = {"state_dtype": BF16}
-CASES = {
-    "Untuned": untuned(),
-    "Untuned, unchecked": untuned(options={"check_finite": False}),
-    "Untuned, weight decay, maximize": untuned(options={"weight_decay": 0.1, "maximize": True}),
-    "Untuned, bfloat16 state": untuned(options=BF16_STATE),
-    "Untuned, bfloat16": untuned(BF16),
-    "Untuned, bfloat16, bfloat16 state": untuned(BF16, BF16_STATE),
-    "Untuned, float16": untuned(F16),
-    "Untuned, two groups": Case(two_groups(Untuned), launches=200),
-    "Untuned, one without gradient": untuned(without_gradient=(3,)),
-    "Untuned, tensor lr": untuned(tensor_lr=True),
-    "Untuned, no float64": untuned(float64=False),
-    "Untuned, no float64, bfloat16 state": untuned(options=BF16_STATE, float64=False),
-    "StormPlus": Case(StormPlus),
-    "StormPlus, unchecked": Case(partial(StormPlus, check_finite=False)),
-    "StormPlus, L2": Case(partial(StormPlus, weight_decay=0.1)),
-    "StormPlus, decoupled": Case(partial(StormPlus, weight_decay=0.1, decoupled_weight_decay=True)),
-    "StormPlus, bfloat16": Case(StormPlus, BF16, tolerance=2**-7),
-    "StormPlus, tensor lr": Case(StormPlus, tensor_lr=True),
-    "StormPlus, no float64": Case(StormPlus, float64=False),
-    "StormPlus, two groups": Case(two_groups(StormPlus), launches=155),
-    "StormPlus, unit": Case(partial(StormPlus, **FIRST)),
-    "SimplifiedStormPlus, unit": Case(partial(SimplifiedStormPlus, **FIRST)),
-    "Storm, unit, decoupled": Case(partial(Storm, decoupled_weight_decay=True, **FIRST)),
-    "SimplifiedStormPlus": Case(SimplifiedStormPlus),
-    "Storm": Case(Storm),
-}
+BF16_STATE = partial(Untuned, state_dtype=BF16)
+CASES = {  # the optimizer, and the dtype of the parameters
+    "Untuned": (Untuned, F32),
+    "Untuned, unchecked": (partial(Untuned, check_finite=False), F32),
+    "Untuned, weight decay, maximize": (partial(Untuned, weight_decay=0.1, maximize=True), F32),
+    "Untuned, bfloat16 state": (BF16_STATE, F32),
+    "Untuned, bfloat16": (Untuned, BF16),
+    "Untuned, bfloat16, bfloat16 state": (BF16_STATE, BF16),
+    "Untuned, float16": (Untuned, F16),
+    "Untuned, two groups": (two_groups(Untuned), F32),
+    "Untuned, one without gradient": (Untuned, F32),
+    "Untuned, tensor lr": (with_tensor_lr(Untuned), F32),
+    "Untuned, no float64": (Untuned, F32),
+    "Untuned, no float64, bfloat16 state": (BF16_STATE, F32),
+    "StormPlus": (StormPlus, F32),
+    "StormPlus, unchecked": (partial(StormPlus, check_finite=False), F32),
+    "StormPlus, L2": (partial(StormPlus, weight_decay=0.1), F32),
+    "StormPlus, decoupled": (
+        partial(StormPlus, weight_decay=0.1, decoupled_weight_decay=True), F32
+    ),
+    "StormPlus, bfloat16": (StormPlus, BF16),
+    "StormPlus, tensor lr": (with_tensor_lr(StormPlus), F32),
+    "StormPlus, no float64": (StormPlus, F32),
+    "StormPlus, two groups": (two_groups(StormPlus), F32),
+    "StormPlus, unit": (partial(StormPlus, **FIRST), F32),
+    "SimplifiedStormPlus, unit": (partial(SimplifiedStormPlus, **FIRST), F32),
+    "Storm, unit, decoupled": (partial(Storm, decoupled_weight_decay=True, **FIRST), F32),
+    "SimplifiedStormPlus": (SimplifiedStormPlus, F32),
+    "Storm": (Storm, F32),
+}  # fmt: skip
+each_case = pytest.mark.parametrize("name", CASES)
 
 
-def prepared(case, tensors, put):
-    """Return parameters and their optimizer."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = SHAPES * (tensors // len(SHAPES))
-    start = [0.1 * torch.randn(shape, generator=generator) for shape in shapes]
-    params = [nn.Parameter(put(x.to(case.dtype))) for x in start]
-    opt = case.make(params)
-    if case.tensor_lr:
-        opt.param_groups[0]["lr"] = put(torch.tensor(0.5))
-    return params, opt
+def most_launches(name):
+    if name == "StormPlus, two groups":
+        return 155
+    return 200 if name.startswith("Untuned") else 120
 
 
-def train(case, params, opt, put, *, steps=3, before_last=lambda: None):
-    """Take some steps with given gradients, two per step for a paired optimizer."""
-    generator = torch.Generator().manual_seed(1)
+class Training:
+    """A case of the table with its parameters, on a device or on the CPU."""
 
-    def evaluate():
-        for i, p in enumerate(params):
-            g = torch.randn(p.shape, generator=generator).to(case.dtype)
-            p.grad = None if i in case.without_gradient else put(g)
+    def __init__(self, name, tensors, put):
+        make, self.dtype = CASES[name]
+        self.put, self.without_gradient = put, "one without gradient" in name
+        draw = torch.Generator().manual_seed(0)
+        shapes = SHAPES * (tensors // len(SHAPES))
+        start = [0.1 * torch.randn(shape, generator=draw) for shape in shapes]
+        self.params = [nn.Parameter(put(x.to(self.dtype))) for x in start]
+        self.opt, self.draw = make(self.params), torch.Generator().manual_seed(1)
 
-    for k in range(steps):
-        if k == steps - 1:
-            before_last()
-        if isinstance(opt, PairedOptimizer):
-            halves(opt, evaluate)
-        else:
-            evaluate()
-            opt.step()
+    def evaluate(self):
+        for p in self.params:
+            p.grad = self.put(torch.randn(p.shape, generator=self.draw).to(self.dtype))
+        if self.without_gradient:
+            self.params[3].grad = None
+
+    def steps(self, count):
+        for _ in range(count):
+            if isinstance(self.opt, PairedOptimizer):
+                halves(self.opt, self.evaluate)
+            else:
+                self.evaluate()
+                self.opt.step()
+
+
+def device_for(name):
+    if "no float64" in name:
+        return SimulatedDevice("xpu", float64=False)
+    return SimulatedDevice("cuda")
 
 
 @cache
 def on_device(name, tensors=20):
     """Return parameters and diagnostics after three steps, and the counts of the last one."""
-    case = CASES[name]
-    with case.device() as device:
-        params, opt = prepared(case, tensors, device.put)
-        train(case, params, opt, device.put, before_last=device.reset)
+    with device_for(name) as device:
+        run = Training(name, tensors, device.put)
+        run.steps(2)
+        device.reset()
+        run.steps(1)
         counts = device.counts
-        return [value(p.detach()) for p in params], opt.diagnostics(), counts
-
-
-each_case = pytest.mark.parametrize("name", CASES)
+        return [value(p.detach()) for p in run.params], run.opt.diagnostics(), counts
 
 
 @each_case
 def test_a_step_waits_for_nothing_uploads_nothing_and_launches_little(name):
     counts = on_device(name)[2]
     assert (counts.syncs, counts.h2d) == (0, 0)
-    assert counts.launches <= CASES[name].launches
+    assert counts.launches <= most_launches(name)
 
 
 long_but_two = [
@@ -149,24 +142,24 @@ def test_the_launches_do_not_depend_on_the_number_of_tensors(name):
 @each_case
 def test_a_step_equals_that_of_the_plain_path_on_the_cpu(name, monkeypatch):
     monkeypatch.setattr(native, "LIBRARY", None)
-    case = CASES[name]
-    params, opt = prepared(case, 20, torch.clone)
-    train(case, params, opt, torch.clone)
-    expected, by = ([p.detach() for p in params], opt.diagnostics()), case.tolerance
-    torch.testing.assert_close(on_device(name)[:2], expected, rtol=by, atol=by)
+    run = Training(name, 20, torch.clone)
+    run.steps(3)
+    expected = [p.detach() for p in run.params], run.opt.diagnostics()
+    # Half precision may be rounded the other way.
+    tolerance = 2**-7 if "float16" in name else 1e-6
+    torch.testing.assert_close(on_device(name)[:2], expected, rtol=tolerance, atol=tolerance)
 
 
 @each_case
 def test_state_keeps_its_addresses(name):
     """A captured CUDA graph writes to the same memory whenever it is replayed."""
-    case = CASES[name]
-    with case.device() as device:
-        params, opt = prepared(case, 4, device.put)
-        train(case, params, opt, device.put, steps=2)
-        before = state_tensors(opt)  # alive, so that their memory is not used for others
-        train(case, params, opt, device.put, steps=2)
-        moved = [k for k, t in state_tensors(opt).items() if t.data_ptr() != before[k].data_ptr()]
-        assert moved == []
+    with device_for(name) as device:
+        run = Training(name, 4, device.put)
+        run.steps(2)
+        before = state_tensors(run.opt)  # alive, so that their memory is not used for others
+        run.steps(2)
+        after = state_tensors(run.opt)
+        assert [k for k, t in after.items() if t.data_ptr() != before[k].data_ptr()] == []
 
 
 @pytest.mark.long  # 22 million weights
@@ -174,8 +167,8 @@ def test_state_keeps_its_addresses(name):
     "name", ["Untuned", "Untuned, bfloat16 state", "Untuned, bfloat16", "StormPlus"]
 )
 def test_the_launches_are_bounded_on_resnet34(name):
-    shapes, case = [p.shape for p in resnet34(1000).parameters()], CASES[name]
-    assert device_counts(case.make, shapes, dtype=case.dtype).launches <= case.launches
+    shapes, (make, dtype) = [p.shape for p in resnet34(1000).parameters()], CASES[name]
+    assert device_counts(make, shapes, dtype=dtype).launches <= most_launches(name)
 
 
 # -- gradients that are not finite ---------------------------------------------------------------

@@ -1,24 +1,23 @@
 """Both evaluations of a sample: the same random numbers, and statistics that move once."""
 
 import copy
-import subprocess
-import sys
 import threading
 import time
 
 import pytest
 import torch
-from optimizers import assert_same, halves
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from stormplus import StormPlus, pair_lock, same_sample, verify_closure
+from tests.torch.optimizers import assert_same, halves
 
 X = torch.randn(12, 16, 6, generator=torch.Generator().manual_seed(0))
 ways = pytest.mark.parametrize("way", ["closure", "context", "halves"])
 
 
 class Drift(nn.Module):
-    """Statistics of one's own: a new tensor in a buffer's place, one from nothing, one expanded."""
+    """A user's own statistics: a buffer that is replaced, one that is None, one expanded."""
 
     def __init__(self):
         super().__init__()
@@ -68,7 +67,7 @@ def train(model, way, samples=X):
 
 
 def by_hand(model, samples=X):
-    """What should happen: the statistics see each sample once, at x_{t+1}."""
+    """Train so that the statistics see each sample once, at x_{t+1}."""
     opt = StormPlus(model.parameters(), lr=0.3, replay_rng=False)
     for i, x in enumerate(samples):
         if opt.started:
@@ -219,7 +218,10 @@ def test_generators_of_the_users_own_are_replayed(copied):
 @pytest.fixture
 def lost_pair():
     torch.manual_seed(0)
-    run = Dropper(fail_at=3)
+    return with_lost_pair(Dropper(fail_at=3))
+
+
+def with_lost_pair(run):
     run.take(1)
     with pytest.raises(ZeroDivisionError):
         run.take(1)
@@ -228,55 +230,21 @@ def lost_pair():
 
 
 @pytest.mark.parametrize("saved", [False, True])
-def test_a_pending_pair_is_completed_with_its_own_random_numbers(lost_pair, saved):
-    run = lost_pair
+@pytest.mark.parametrize("own", [False, True])  # a generator of the user's, or torch's stream
+def test_a_pending_pair_is_completed_with_its_own_random_numbers(saved, own):
+    stream = torch.Generator() if own else torch.default_generator
+    options = {"generator": stream, "replay_rng": [stream] if own else True}
+    stream.manual_seed(0)
+    lost = with_lost_pair(Dropper(fail_at=3, **options))
+    run = lost
     if saved:  # through a checkpoint, in a process whose streams stand elsewhere
-        run = Dropper()
-        run.opt.load_state_dict(lost_pair.opt.state_dict())
-    torch.manual_seed(99)
+        run = Dropper(**options)
+        run.opt.load_state_dict(lost.opt.state_dict())
+    stream.manual_seed(99)
     with same_sample(run.opt):
         run()
         run.opt.estimate()
-    assert run.drawn[-1] == lost_pair.drawn[1]
-
-
-RESUMED = """
-import copy
-import torch
-from stormplus import StormPlus, same_sample
-
-def make():
-    p, g = torch.nn.Parameter(torch.ones(3)), torch.Generator().manual_seed(1)
-    return p, g, StormPlus([p], replay_rng=[g])
-
-def backward(p, g):
-    p.grad = p.detach() + torch.randn(3, generator=g)
-
-p, g, opt = make()
-with same_sample(opt):
-    backward(p, g)
-    opt.estimate()
-with same_sample(opt):
-    backward(p, g)
-    opt.move()
-    weights, saved = copy.deepcopy((p.detach(), opt.state_dict()))
-    backward(p, g)
-    opt.estimate()
-q, h, resumed = make()
-q.data.copy_(weights)
-resumed.load_state_dict(saved)
-with same_sample(resumed):
-    backward(q, h)
-    resumed.estimate()
-assert torch.equal(opt.state[p]["estimator"], resumed.state[q]["estimator"])
-"""
-
-
-@pytest.mark.long
-def test_a_generator_is_set_back_when_a_run_is_resumed_between_the_halves():
-    # In a process of its own: set_state crashes torch 2.13 on a view with an offset.
-    done = subprocess.run([sys.executable, "-c", RESUMED], check=False, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
+    assert run.drawn[-1] == lost.drawn[1]
 
 
 def test_a_step_that_gives_a_pair_up_does_not_rewind_the_stream(lost_pair):
@@ -314,6 +282,66 @@ def test_a_wrapped_closure_inside_the_context_does_not_end_it():
         with same_sample(run.opt) as sample:
             halves(run.opt, sample(run))
     assert run.drawn[1::2] == run.drawn[2::2]
+
+
+# -- dropout in training loops --------------------------------------------------------------------
+
+
+def whole_batch(model, x):
+    model(x).square().mean().backward()
+
+
+def micro_batches(model, x):
+    for part in x.chunk(4):
+        (model(part).square().mean() / 4).backward()
+
+
+def compiled(model, x):
+    torch.compile(model)(x).square().mean().backward()
+
+
+def recomputed(reentrant):
+    def backward(model, x):
+        x = x.clone().requires_grad_()  # what the reentrant kind needs
+        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
+
+    return backward
+
+
+LOOPS = {
+    "micro-batches": micro_batches,
+    "compiled": compiled,
+    "activation checkpointing": recomputed(False),
+    "reentrant checkpointing": recomputed(True),
+}
+
+
+def dropout_gradients(backward):
+    """Return the gradients of three steps with lr = 0: all are taken at one point."""
+    torch.manual_seed(0)
+    model, gradients = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5)), []
+    opt = StormPlus(model.parameters(), lr=0.0)
+
+    def closure():
+        opt.zero_grad()
+        backward(model, X[0])
+        gradients.append(model[0].weight.grad.clone())
+
+    for _ in range(3):
+        opt.step(closure)
+    return gradients
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n == "compiled" else n for n in LOOPS]
+)
+def test_dropout_has_the_same_masks_in_both_evaluations(name):
+    a, b, b_again, c, c_again = found = dropout_gradients(LOOPS[name])
+    assert_same([b, c], [b_again, c_again])
+    assert not torch.equal(a, b)
+    assert not torch.equal(b, c)
+    if "checkpointing" in name:  # which puts the stream back after its recomputation
+        torch.testing.assert_close(found, dropout_gradients(whole_batch))
 
 
 # -- threads -------------------------------------------------------------------------------------
