@@ -252,11 +252,7 @@ def state_of_adam(case, tmp_path):
     return run.opt.state_dict()
 
 
-def state_of_the_other_kind(case, tmp_path):
-    return state_of(CASES[0] if case is UNTUNED else UNTUNED, tmp_path)
-
-
-def state_of_another_rule(case, tmp_path):
+def state_of_another_optimizer(case, tmp_path):
     return state_of(next(other for other in CASES if other.cls is not case.cls), tmp_path)
 
 
@@ -293,8 +289,7 @@ REFUSED = {
     "newer": (newer_state, "99"),
     "option": (state_without_an_option, "maximize"),
     "in part": (state_loaded_in_part, r"get_state_dict\(model, opt\)"),
-    "kind": (state_of_the_other_kind, "rule="),
-    "rule": (state_of_another_rule, "rule="),
+    "rule": (state_of_another_optimizer, "rule="),
     "shapes": (state_of_shapes(20, 5, 15), r"\(20,\).*\(5, 4\)"),
     "count": (state_of_shapes((5, 4)), "loaded state dict"),
 }

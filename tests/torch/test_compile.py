@@ -71,8 +71,8 @@ def test_untuned_compiles_without_a_graph_break_and_equals_eager(backend, option
     torch.testing.assert_close(compiled, eager, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize("module", ["torch._dynamo", "torch._inductor", "triton"])
-def test_importing_the_optimizers_does_not_import_a_compiler(module):
-    code = f"import stormplus.torch, sys; print({module!r} in sys.modules)"
+def test_importing_the_optimizers_does_not_import_a_compiler():
+    compilers = {"torch._dynamo", "torch._inductor", "triton"}
+    code = f"import stormplus.torch, sys; print({compilers} & sys.modules.keys())"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "False"
+    assert out.stdout.strip() == "set()"

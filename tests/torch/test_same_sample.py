@@ -389,18 +389,13 @@ def test_pairs_in_two_threads_have_their_own_random_numbers(way):
     assert len(set(pairs)) == len(pairs)  # no two pairs the same
 
 
-@pytest.mark.parametrize("way", ["lock", "generator"])
-def test_a_thread_that_draws_beside_pairs_sees_no_number_twice(way):
+def test_a_thread_that_draws_under_the_lock_beside_pairs_sees_no_number_twice():
     run, draws, done = Masks(), [], threading.Event()
-    own = torch.Generator().manual_seed(1)
 
     def draw():
         while not done.is_set():
-            if way == "lock":
-                with pair_lock():
-                    draws.append(torch.rand(1).item())
-            else:
-                draws.append(torch.rand(1, generator=own).item())
+            with pair_lock():
+                draws.append(torch.rand(1).item())
             time.sleep(0.0002)
 
     def train():
