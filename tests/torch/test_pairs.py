@@ -384,9 +384,6 @@ REFUSED = [
     (StormPlus, {"replay_rng": [3]}, TypeError, "3"),
     (StormPlus, {"replay_rng": None}, TypeError, "None"),
     (Storm, {"theta": -1}, ValueError, "-1"),
-    (Storm, {"w": -1}, ValueError, "-1"),
-    (Storm, {"c": -1}, ValueError, "-1"),
-    (Storm, {"smoothness": -1}, ValueError, "-1"),
 ]
 
 
