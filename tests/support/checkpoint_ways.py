@@ -1,4 +1,4 @@
-"""Ways of a model and its optimizer into another pair: what a user saves and loads."""
+"""How users save a model with its optimizer, and load them into others."""
 
 import io
 import warnings
@@ -54,7 +54,7 @@ def dcp_load(state, folder):
 
 @contextmanager
 def alone():
-    """One process: torch's checkpoint says that it has noticed; old versions cannot be told."""
+    """Ignore the warning of torch's checkpoint that there is only one process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is", UserWarning)
         yield

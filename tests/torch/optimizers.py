@@ -38,7 +38,7 @@ class Own(PairedOptimizer):
 
 
 def with_rule(params, rule):
-    """Return an optimizer of a class of its own, as a user writes it."""
+    """Return an optimizer of a new class, as a user writes it."""
     return type("Mine", (PairedOptimizer,), {"rule": rule})(params)
 
 

@@ -212,7 +212,7 @@ def test_dcp_loads_with_more_layers_frozen(case, tmp_path):
 
 
 @every
-def test_the_users_hooks_of_loading_see_all_and_have_the_last_word(case):
+def test_user_hooks_see_the_whole_state_and_have_the_last_word(case):
     run, twin, seen, name = Run(case).train(), Run(case), [], case.buffers[0]
     p, q = twin.params[:2]
 

@@ -356,7 +356,7 @@ def test_an_estimate_taken_back_never_leaves_an_inf(case):
 
 
 @every_path
-def test_without_the_check_d_takes_what_comes_until_a_restart_and_the_sums_do_not(case):
+def test_without_the_check_a_bad_gradient_spoils_d_until_a_restart_but_not_the_sums(case):
     p = nn.Parameter(torch.ones(3))
     opt = case([p], check_finite=False)
     given(opt, p, 1.0)
@@ -431,7 +431,7 @@ HELPERS = {
 
 @pytest.mark.parametrize("cls", [Untuned, torch.optim.SGD])
 @pytest.mark.parametrize("name", HELPERS)
-def test_what_makes_pairs_refuses_an_optimizer_that_takes_one_gradient(cls, name):
+def test_helpers_for_pairs_refuse_an_optimizer_with_one_gradient_per_step(cls, name):
     opt = cls([nn.Parameter(torch.ones(2))])
     with pytest.raises(ValueError, match=name):
         HELPERS[name](opt, torch.amp.GradScaler("cpu"))

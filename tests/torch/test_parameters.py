@@ -197,11 +197,11 @@ def test_a_model_that_changes_its_layout_goes_on_as_it_would_have(case, formats,
     torch.testing.assert_close(*runs, rtol=1e-12, atol=1e-12)
 
 
-# -- the state of others -------------------------------------------------------------------------
+# -- foreign state ------------------------------------------------------------------------------
 
 
 @every
-def test_what_others_keep_in_the_state_stays(case):
+def test_foreign_entries_of_the_state_are_left_alone(case):
     p = parameter(1.0, 2.0)
     opt = case([p])
     opt.state["mine"], opt.state["count"] = {"n": 1}, 1

@@ -78,13 +78,13 @@ def test_statistics_are_means_over_the_batches(name):
     assert net[1].num_batches_tracked == len(DATA)
 
 
-def test_an_evaluation_of_ones_own():
+def test_a_function_that_evaluates_a_batch():
     net = model()
     recalibrate(net, range(len(DATA)), evaluate=lambda i: net(DATA[i]))
     assert_by_hand(net)
 
 
-def test_modes_momenta_parameters_and_random_numbers_stay():
+def test_nothing_but_the_statistics_changes():
     net = model().eval()
     net[3].train()  # modes need not agree
     modes = [m.training for m in net.modules()]
@@ -121,7 +121,7 @@ def test_a_model_without_statistics_draws_no_batch(net):
     recalibrate(net, map(pytest.fail, ["a batch was drawn"]))
 
 
-def test_at_the_average_they_are_the_averages():
+def test_after_eval_they_are_the_statistics_of_the_average():
     net = model()
     opt = Untuned(net.parameters())
     for x in DATA * 2:

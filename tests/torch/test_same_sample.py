@@ -166,7 +166,7 @@ def test_a_second_evaluation_tried_again_is_the_same_sample(way, failure, kind):
 
 
 class Dropper:
-    """Records the random numbers of each evaluation; fails when told to."""
+    """Records the random number of each evaluation, and raises in that of number `fail_at`."""
 
     def __init__(self, fail_at=None, generator=None, **options):
         self.p = nn.Parameter(torch.ones(2))

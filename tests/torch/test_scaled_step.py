@@ -119,7 +119,7 @@ def test_overflow_costs_a_sample_or_an_evaluation_and_nothing_else(overflow, ski
     assert len(run.calls) == 2 * (N - len(skip)) - 1 + len(overflow)
 
 
-def test_twenty_overflows_are_enough():
+def test_it_gives_up_after_twenty_overflows():
     run = Run(overflow=[(3, k) for k in range(1, 30)]).scaled(range(3))
     before = run.opt.diagnostics()
     with pytest.raises(FloatingPointError, match="overflowed 20 times"):

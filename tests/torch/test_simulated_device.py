@@ -1,4 +1,4 @@
-"""The simulated device of tests/support, against what is known of torch's CUDA code."""
+"""The simulated device counts launches, copies and waits as torch's CUDA code has them."""
 
 import pytest
 import torch

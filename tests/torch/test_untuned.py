@@ -183,7 +183,7 @@ def test_no_coordinate_moves_by_more_than_the_distance(name):
 
 
 def evidence_after(steps, opt, noisy=None):
-    """Of the first parameter, after gradients that agree, but for one parameter."""
+    """Return the first parameter's evidence after gradients that agree, except those of `noisy`."""
     for g in draw(steps, 16):
         for p in opt.parameters():
             p.grad = g.expand_as(p).clone() if p is noisy else torch.ones_like(p)
@@ -210,12 +210,12 @@ CANNOT_MOVE = {
 
 
 @pytest.mark.parametrize("name", CANNOT_MOVE)
-def test_a_tensor_that_cannot_move_has_no_say_in_the_evidence(name):
+def test_a_tensor_that_cannot_move_does_not_count_in_the_evidence(name):
     free, found = (evidence_after(50, Untuned(groups)) for groups in CANNOT_MOVE[name])
     assert found == free > 1e4
 
 
-def test_a_noisy_matrix_has_no_say_while_it_is_frozen():
+def test_a_noisy_matrix_does_not_count_while_it_is_frozen():
     small, noisy = nn.Parameter(torch.zeros(16)), nn.Parameter(torch.zeros(16, 16))
     opt = Untuned([small, noisy])
     assert evidence_after(30, opt, noisy) < 10
@@ -334,7 +334,7 @@ def test_no_error_without_the_check():
     assert not torch.isfinite(p).all()
 
 
-def test_grad_scaler_in_the_ordinary_way():
+def test_grad_scaler_works_as_with_any_optimizer():
     # The scale is a power of two: unscaled gradients are exact.
     run, twin = Run(UNTUNED), Run(UNTUNED)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
@@ -393,14 +393,14 @@ def test_stochastic_rounding_is_right_in_the_mean():
     assert sorted(set(rounded.tolist())) == [1.0, 1.0 + 2**-7]
     share = (rounded > 1).double().mean().item()
     assert share == pytest.approx(1 / 8, abs=5 * math.sqrt(1 / 8 * 7 / 8 / 200_000))
-    assert not torch.equal(other, rounded)  # each buffer has draws of its own
+    assert not torch.equal(other, rounded)  # each buffer has its own draws
     assert not torch.equal(plain.stochastic_round(torch.stack([v, v]), 4, place)[0], rounded)
     part = plain.stochastic_round(torch.stack([v, v])[:, 9:], 3, place[9:])[0]
     assert torch.equal(part, rounded[9:])  # a shard has the draws of the whole
 
 
 def test_complex_tensors_may_have_a_state_in_bfloat16():
-    """Each is a pair of reals, the vector beside the matrix too."""
+    """Complex numbers are stored as pairs of reals, in vectors as in matrices."""
     matrix, vector = draw(4, 3, 2), draw(5, 2, seed=1)
     ends = []
     for form in (torch.view_as_complex, torch.clone):
@@ -516,7 +516,7 @@ def test_a_state_that_is_loaded_at_the_average_belongs_to_the_weights_there(
 @pytest.mark.parametrize("steps", [0, 3])
 @pytest.mark.parametrize("change", ["nothing", "unfreeze", "double"])
 def test_a_validation_in_inference_mode(steps, change):
-    """What is made there must be writable in the steps after it."""
+    """Tensors that eval() creates there must be writable in later steps."""
 
     def run(mode):
         torch.manual_seed(0)
@@ -541,7 +541,7 @@ def test_a_validation_in_inference_mode(steps, change):
 
 @pytest.mark.parametrize("dtype", [F32, BF16], ids=str)
 @pytest.mark.parametrize("at_average", [True, False])
-def test_a_model_saved_at_the_average_beside_a_state_that_was_not_is_warned_of(dtype, at_average):
+def test_weights_of_the_average_with_a_state_of_the_iterate_are_warned_of(dtype, at_average):
     run, resumed = Run(UNTUNED, dtype=dtype).train(0, 8), Run(UNTUNED, dtype=dtype)
     resumed.opt.load_state_dict(run.opt.state_dict())
     if at_average:
@@ -558,7 +558,7 @@ def test_a_model_saved_at_the_average_beside_a_state_that_was_not_is_warned_of(d
 @pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
 @pytest.mark.parametrize("way", ["converted", "loaded"])
 def test_the_average_of_weights_that_were_wider_before(dtype, way):
-    """They have no float32 copy yet that means anything."""
+    """Their float32 copy holds nothing yet."""
     p = nn.Parameter(draw(3, 4))
     opt = descend(p, *draw(20, 3, 4, seed=1))
     z_minus_x = opt.state[p]["z_minus_x"].clone()
