@@ -7,7 +7,7 @@ from stormplus.torch.kernels import triton
 
 @pytest.fixture(scope="module")
 def interpreter():
-    """Import Triton again with TRITON_INTERPRET, which it reads when it is imported."""
+    """Import Triton anew with TRITON_INTERPRET, which it reads when it is imported."""
 
     def modules():
         # Not the extension modules, which cannot be imported twice.
