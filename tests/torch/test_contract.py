@@ -11,7 +11,9 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import lr_scheduler
 from torch.optim import optimizer as torch_optimizer
 
@@ -375,6 +377,31 @@ def test_one_bad_gradient_among_tensors_of_any_layout_is_found(case):
     with pytest.raises(FloatingPointError, match="parameter 1"):
         case.step(opt, on(opt, lambda: (p * p).sum() + float("nan") * q.sum()))
     assert torch.equal(q, held)
+
+
+@pytest.fixture
+def shard():
+    """Return a function that shards a tensor over a process group of one."""
+    tensor = pytest.importorskip("torch.distributed.tensor")
+    if not hasattr(tensor, "distribute_tensor"):
+        pytest.skip("DTensor is not public before torch 2.5")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,))
+    yield lambda t: tensor.distribute_tensor(t, mesh, [tensor.Shard(0)])
+    dist.destroy_process_group()
+
+
+@every
+def test_a_shard_of_a_gradient_that_is_not_finite_is_found_by_name(case, shard):
+    p = nn.Parameter(shard(torch.ones(4, 2)))
+    opt = case([("layer.weight", p)])
+
+    def evaluate():
+        on(opt, lambda: (p * p).sum())()
+        p.grad.to_local()[0, 0] = float("nan")
+
+    with pytest.raises(FloatingPointError, match=r"layer\.weight"):
+        case.step(opt, evaluate)
 
 
 @every
