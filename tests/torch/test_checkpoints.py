@@ -1,22 +1,22 @@
 """Copies, checkpoints and other interruptions: the run goes on as if nothing had happened."""
 
 import copy
+import io
 import pickle
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import lr_scheduler
 
 from stormplus import Storm, StormPlus, Untuned
 from stormplus.versions import release
-from tests.support.checkpoint_ways import (
-    dcp_load,
-    dcp_save,
-    through_dcp,
-    through_flat_dcp,
-    through_torch_save,
-)
 from tests.support.problems_for_tests import Network
 from tests.torch.optimizers import (
     CASES,
@@ -32,6 +32,9 @@ from tests.torch.optimizers import (
     with_rule,
 )
 
+# torch's distributed checkpoint says that there is only one process.
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is:UserWarning")
+
 
 def build(case, dtype, seed=0, decay=0.01):
     """Return a model with two groups of parameters, its optimizer and a schedule."""
@@ -42,6 +45,9 @@ def build(case, dtype, seed=0, decay=0.01):
     return model, opt, lr_scheduler.ExponentialLR(opt, 0.95)
 
 
+# -- ways to save a model and its optimizer, and to load them into others ------------------------
+
+
 def in_memory(model, opt, new_model, new_opt, tmp_path):
     new_model.load_state_dict(model.state_dict())
     new_opt.load_state_dict(opt.state_dict())
@@ -50,6 +56,35 @@ def in_memory(model, opt, new_model, new_opt, tmp_path):
 def in_inference_mode(*arguments):
     with torch.inference_mode():
         in_memory(*arguments)
+
+
+def through_torch_save(model, opt, new_model, new_opt, tmp_path):
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "opt": opt.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    new_model.load_state_dict(saved["model"])
+    new_opt.load_state_dict(saved["opt"])
+
+
+def through_dcp(model, opt, new_model, new_opt, tmp_path, *, flat=False):
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    weights, state = get_state_dict(model, opt, options=options)
+    dcp.save({"model": weights, "opt": state}, checkpoint_id=tmp_path / "dcp")
+    weights, state = get_state_dict(new_model, new_opt, options=options)
+    dcp.load({"model": weights, "opt": state}, checkpoint_id=tmp_path / "dcp")
+    set_state_dict(
+        new_model, new_opt, model_state_dict=weights, optim_state_dict=state, options=options
+    )
+
+
+def through_flat_dcp(*arguments):
+    if release("torch") < (2, 10):
+        pytest.skip("torch flattens no nested state before 2.10")
+    through_dcp(*arguments, flat=True)
+
+
+# -- interruptions ------------------------------------------------------------------------------
 
 
 def loaded(way, at_average=False, ready=False):
@@ -270,9 +305,9 @@ def state_without_an_option(case, tmp_path):
 
 def state_loaded_in_part(case, tmp_path):
     """dcp silently drops numbers under integer keys, which opt.state_dict() has."""
-    dcp_save({"opt": state_of(case, tmp_path)}, tmp_path / "dcp")
+    dcp.save({"opt": state_of(case, tmp_path)}, checkpoint_id=tmp_path / "dcp")
     loaded = {"opt": Run(case).opt.state_dict()}
-    dcp_load(loaded, tmp_path / "dcp")
+    dcp.load(loaded, checkpoint_id=tmp_path / "dcp")
     return loaded["opt"]
 
 
