@@ -41,7 +41,7 @@ def is_pending(folder):
 @pytest.mark.long
 def test_killed_runs_end_bit_identical(tmp_path):
     rng, pending = random.Random(0), 0
-    for _ in range(20):
+    for _ in range(10):
         process = start(tmp_path / "killed", 1000)
         assert "starting from" in process.stdout.readline()  # it trains now
         time.sleep(rng.uniform(0.0, 0.15))
