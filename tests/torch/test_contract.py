@@ -578,25 +578,35 @@ def test_a_refused_group_and_a_refused_reset_change_nothing(case):
 # -- hooks ---------------------------------------------------------------------------------------
 
 
-@every
-@pytest.mark.parametrize("by_halves", [False, True])
-def test_step_hooks_fire_once_per_step(case, by_halves):
-    if by_halves and not case.paired:
-        return
-    run, fired = Run(case, samples=5), []
+@pytest.fixture
+def fired():
+    """Return a list to which hooks of all optimizers write."""
+    names = []
     handles = [
-        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: fired.append("before all")),
-        torch_optimizer.register_optimizer_step_post_hook(lambda *_: fired.append("after all")),
-        run.opt.register_step_pre_hook(lambda *_: fired.append("before")),
-        run.opt.register_step_post_hook(lambda *_: fired.append("after")),
+        torch_optimizer.register_optimizer_step_pre_hook(lambda *_: names.append("before all")),
+        torch_optimizer.register_optimizer_step_post_hook(lambda *_: names.append("after all")),
     ]
-    try:
-        for i in range(5):
-            (halves if by_halves else case.step)(run.opt, run.closure(i))
-    finally:
-        for handle in handles:
-            handle.remove()
+    yield names
+    for handle in handles:
+        handle.remove()
+
+
+def assert_hooks_fire(run, fired, step):
+    run.opt.register_step_pre_hook(lambda *_: fired.append("before"))
+    run.opt.register_step_post_hook(lambda *_: fired.append("after"))
+    for i in range(5):
+        step(run.opt, run.closure(i))
     assert fired == ["before all", "before", "after", "after all"] * 5
+
+
+@every
+def test_step_hooks_fire_once_per_step(case, fired):
+    assert_hooks_fire(Run(case), fired, case.step)
+
+
+@every_paired
+def test_step_hooks_fire_once_per_pair_of_halves(case, fired):
+    assert_hooks_fire(Run(case), fired, halves)
 
 
 @every
