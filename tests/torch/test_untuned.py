@@ -510,7 +510,8 @@ def test_a_state_that_is_loaded_at_the_average_belongs_to_the_weights_there(
     run.opt.train()  # without a warning
     assert_same(values(run.params), x if saved_at_average else there)
     if saved_at_average:
-        run.train(3, 5)
+        whole = Run(UNTUNED).train(0, 5)
+        assert_same(run.train(3, 5).everything(), whole.everything())
 
 
 @pytest.mark.parametrize("steps", [0, 3])
