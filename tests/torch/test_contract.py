@@ -333,12 +333,13 @@ def test_the_global_random_stream_is_untouched(case):
 
 
 @every
-def test_a_step_under_no_grad_returns_the_loss_of_the_first_evaluation(case):
+def test_a_step_with_a_closure_under_no_grad_returns_its_first_loss(case):
     run = Run(case, samples=5)
     with torch.no_grad():
         for i, xi in enumerate(run.problem.samples):
             before = run.problem.loss(run.params, xi)
             assert torch.equal(run.opt.step(run.closure(i)), before)
+    assert_same(run.everything(), Run(case, samples=5).train().everything())
     assert run.opt.step(lambda: (run.closure(0)(), 2.5)[1]) == 2.5  # whatever the closure returns
 
 
