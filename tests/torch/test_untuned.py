@@ -284,10 +284,10 @@ def test_a_learning_rate_is_warned_of_once_and_a_schedule_is_not(name, recwarn):
 
 def test_a_resumed_run_at_the_end_of_its_schedule_is_not_warned_of():
     p = nn.Parameter(torch.ones(2))
-    opt = descend(p, torch.ones(2))
-    opt.load_state_dict(opt.state_dict())
-    opt.param_groups[0]["lr"] = 1e-3
-    opt.step()
+    opt, resumed = descend(p, torch.ones(2)), Untuned([p])
+    resumed.load_state_dict(opt.state_dict())
+    resumed.param_groups[0]["lr"] = 1e-3
+    resumed.step()
 
 
 # -- numbers that are not finite -----------------------------------------------------------------
