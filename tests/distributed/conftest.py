@@ -1,3 +1,5 @@
+from contextlib import closing
+
 import pytest
 
 
@@ -5,5 +7,5 @@ import pytest
 def cluster(tmp_path_factory):
     from cluster import Cluster
 
-    with Cluster(tmp_path_factory.mktemp("cluster")) as started:
+    with closing(Cluster(tmp_path_factory.mktemp("cluster"))) as started:
         yield started

@@ -40,19 +40,17 @@ class Tanh(nn.Module):
 
 
 class Normalised(nn.Module):
-    """BatchNorm with both kinds of momentum, and dropout."""
+    """BatchNorm and dropout."""
 
-    def __init__(self, dtype=torch.float64):
+    def __init__(self, momentum):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = nn.Linear(6, 8, dtype=dtype), nn.Linear(8, 1, dtype=dtype)
-        self.fixed = nn.BatchNorm1d(6, momentum=0.3, dtype=dtype)
-        self.cumulative = nn.BatchNorm1d(8, momentum=None, dtype=dtype)
+        self.first, self.last = (nn.Linear(*n, dtype=torch.float64) for n in ((6, 8), (8, 1)))
+        self.norm = nn.BatchNorm1d(8, momentum=momentum, dtype=torch.float64)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, u):
-        h = self.cumulative(self.first(self.fixed(u)))
-        return self.last(self.drop(torch.tanh(h)))
+        return self.last(self.drop(torch.tanh(self.norm(self.first(u)))))
 
 
 def bounded_loss(prediction, y):
@@ -138,13 +136,9 @@ def result(model, opt, calls=None):
     return out | {"numbers": opt.diagnostics()}
 
 
-def joined_run(steps, dtype=torch.float64, widths=WIDTHS, schedule=None, nudge=0.0, **options):
-    """One process on the joined batches; `nudge` is a relative change of the starting point."""
+def joined_run(steps, dtype=torch.float64, widths=WIDTHS, schedule=None, **options):
+    """One process on the joined batches."""
     model = Tanh(dtype, widths=widths)
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.mul_(1 + nudge * torch.randn(p.shape, generator=generator, dtype=p.dtype))
     loop = Loop(model, make_optimizer(model, **options))
     schedule = schedule and schedule(loop.opt)
     for batch in batches(steps, dtype=dtype):

@@ -1,0 +1,318 @@
+"""What each rank of a test does. A job returns what the test compares."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from small_models import (
+    EVEN,
+    Loop,
+    Normalised,
+    Tanh,
+    batches,
+    bounded_loss,
+    make_optimizer,
+    place,
+    result,
+    share,
+)
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from stormplus import StormPlus, UniformIterate, Untuned, same_sample
+from stormplus.integrations.untuned import Average
+
+# -- models --------------------------------------------------------------------------------------
+
+
+def ddp(dtype=torch.float64, **options):
+    return DDP(Tanh(dtype), **options)
+
+
+def fsdp(dtype=torch.float64, mesh=None):
+    """Every layer is sharded as a unit of its own; a mesh is (replicas, shards)."""
+    if mesh is not None:
+        mesh = init_device_mesh("cpu", mesh, mesh_dim_names=("replicate", "shard"))
+    model = Tanh(dtype)
+    for layer in model.layers[:2]:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+# -- equal to one process ------------------------------------------------------------------------
+
+
+def parity(make, steps, dtype=torch.float64, halves=False, layout=None, **options):
+    model = make(dtype, **(layout or {}))
+    loop = Loop(model, make_optimizer(model, **options))
+    for batch in batches(steps, dtype=dtype):
+        (loop.move_and_estimate if halves else loop.step)(share(batch, *place()))
+    parts = [p.to_local() if hasattr(p, "to_local") else p for p in model.parameters()]
+    return loop.result(shards=[part.numel() for part in parts])
+
+
+def partly_sharded(steps, **options):
+    """The first layer is sharded; the closure averages the gradients of the others."""
+    model = Tanh()
+    fully_shard(model.layers[0])
+    plain = [p for layer in model.layers[1:] for p in layer.parameters()]
+
+    def average():
+        for p in plain:
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+
+    return Loop(model, make_optimizer(model, **options), average).train(batches(steps)).result()
+
+
+class Collectives(TorchDispatchMode):
+    """Records (name, elements) of every collective that torch dispatches outside `evaluate`."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.watching = [], True
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = str(func)
+        if self.watching and name.startswith(("c10d.", "_c10d_functional.")):
+            first = args[0]
+            while isinstance(first, (list, tuple)):
+                first = first[0]
+            self.seen.append((name.split(".")[1], first.numel()))
+        return func(*args, **(kwargs or {}))
+
+    def step(self, loop, batch):
+        def closure():
+            self.watching = False
+            loss = loop.evaluate(batch)
+            self.watching = True
+            return loss
+
+        with self:
+            loop.opt.step(closure)
+
+
+def collectives_per_step(steps, mesh=None, **options):
+    model, seen = fsdp(mesh=mesh), []
+    loop = Loop(model, make_optimizer(model, **options))
+    for batch in batches(steps):
+        collectives = Collectives()
+        collectives.step(loop, share(batch, *place()))
+        seen.append(collectives.seen)
+    return seen
+
+
+def tensor_parallel(steps, mesh, **options):
+    """Colwise and rowwise layers; with two dimensions, sharded over the first as well."""
+    names = ("data", "tensor")[-len(mesh) :]
+    mesh = init_device_mesh("cpu", mesh, mesh_dim_names=names)
+    model = Tanh(widths=EVEN)
+    plan = {"layers.0": ColwiseParallel(), "layers.1": RowwiseParallel()}
+    parallelize_module(model, mesh["tensor"], plan)
+    data_rank, data_size = 0, 1
+    if "data" in names:
+        data_rank, data_size = mesh["data"].get_local_rank(), mesh["data"].size()
+        fully_shard(model, mesh=mesh["data"])
+    loop, collectives = Loop(model, make_optimizer(model, **options)), Collectives()
+    for batch in batches(steps):
+        collectives.step(loop, share(batch, data_rank, data_size))
+    first = next(model.parameters())
+    return loop.result(placements=str(first.placements), sent=len(collectives.seen))
+
+
+class TwoBranches(nn.Module):
+    """Which branch a sample takes is part of the sample."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.branches = Tanh(), nn.ModuleList([Tanh(seed=2), Tanh(seed=3)])
+
+    def forward(self, u, branch):
+        return self.trunk(u) + self.branches[branch](u)
+
+
+def unused_parameters(steps, size=None):
+    """With `size`, one process that takes the shares of so many ranks."""
+    model = TwoBranches() if size else DDP(TwoBranches(), find_unused_parameters=True)
+    ranks, size = (range(size), size) if size else ([place()[0]], place()[1])
+    opt, missing = StormPlus(model.parameters()), 0
+    for step, batch in enumerate(batches(steps)):
+
+        def closure():
+            nonlocal missing
+            opt.zero_grad()
+            losses = []
+            for rank in ranks:
+                branch = (0, 1, rank % 2)[step % 3]  # all take 0, all take 1, the ranks differ
+                u, y = share(batch, rank, size)
+                losses.append(bounded_loss(model(u, branch), y))
+            torch.stack(losses).mean().backward()
+            missing += sum(p.grad is None for p in model.parameters())
+
+        opt.step(closure)
+    return result(model, opt) | {"missing": missing}
+
+
+def normalised(steps, momentum, halves):
+    """BatchNorm and dropout; returns what the layer saw, its buffers and the dropped units."""
+    rank, size = place()
+    model = DDP(Normalised(momentum))
+    torch.manual_seed(100 + rank)  # every rank drops other units
+    opt = StormPlus(model.parameters())
+    kept, loop = UniformIterate(model), Loop(model, opt)
+    seen, buffers, masks = [], [], []
+
+    def look(module, inputs):
+        u = inputs[0].detach()
+        seen.append({"running_mean": u.mean(dim=0), "running_var": u.var(dim=0)})
+
+    model.module.norm.register_forward_pre_hook(look)
+    model.module.drop.register_forward_hook(
+        lambda _, inputs, out: masks.append((out == 0) & (inputs[0] != 0))
+    )
+    for batch in batches(steps, rows=16):
+        mine = share(batch, rank, size)
+        if halves:
+            with same_sample(opt, model):
+                loop.move_and_estimate(mine)
+        else:
+            opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
+        buffers.append({k: b.clone() for k, b in model.module.norm.named_buffers()})
+        kept.update()
+    return loop.result(seen=seen[::2], buffers=buffers, masks=masks, chosen=kept.chosen)
+
+
+# -- bad gradients -------------------------------------------------------------------------------
+
+
+def one_bad_gradient(make, steps, bad_call, value=float("nan"), mesh=None, **options):
+    """Spoil rank 1's sample under DDP; under FSDP2 its shard, after the gradients were reduced."""
+    model = make(**({} if mesh is None else {"mesh": mesh}))
+    errors, pending, unmoved = [], [], []
+
+    def bad():
+        return place()[0] == 1 and loop.calls == bad_call
+
+    def spoil_shard():
+        if bad() and make is fsdp:
+            model.layers[0].weight.grad.to_local()[0, 0] = value
+
+    def spoil_input(module, inputs):
+        return (inputs[0] * value,) if bad() and make is ddp else None
+
+    model.register_forward_pre_hook(spoil_input)
+    loop = Loop(model, make_optimizer(model, **options), spoil_shard)
+    for batch in batches(steps):
+        before = result(model, loop.opt)["x"]
+        try:
+            loop.train([batch])
+        except FloatingPointError as error:
+            after = result(model, loop.opt)["x"]
+            errors.append(str(error))
+            pending.append(getattr(loop.opt, "pending", False))
+            unmoved.append(all(torch.equal(a, b) for a, b in zip(before, after)))
+    return loop.result(errors=errors, pending=pending, unmoved=unmoved)
+
+
+# -- state ---------------------------------------------------------------------------------------
+
+
+def cosine(opt):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(opt, 40)
+
+
+def part_of_a_run(first, last, load=None, save=None, averaged=False, **options):
+    """Take steps `first` to `last` of 40; returns the state that was loaded, and the last one.
+
+    A checkpoint is saved and loaded at the average of Untuned if `averaged`.
+    """
+    model = fsdp()
+    opt = make_optimizer(model, **options)
+    schedule, loop = cosine(opt), Loop(model, opt)
+
+    def checkpoint():
+        if averaged:
+            opt.eval()
+        weights, state = get_state_dict(model, opt)
+        return {"model": weights, "opt": state, "schedule": schedule.state_dict()}
+
+    if load is not None:
+        for p in model.parameters():
+            nn.init.zeros_(p)
+        saved = checkpoint()
+        dcp.load(saved, checkpoint_id=load)
+        set_state_dict(model, opt, model_state_dict=saved["model"], optim_state_dict=saved["opt"])
+        schedule.load_state_dict(saved["schedule"])
+        if averaged:
+            opt.train()
+    began = loop.result(schedule=schedule.state_dict())
+    for batch in batches(40)[first:last]:
+        loop.train([batch])
+        schedule.step()
+    ended = loop.result(schedule=schedule.state_dict())
+    if save is not None:
+        dcp.save(checkpoint(), checkpoint_id=save)
+    return began, ended
+
+
+def validating(steps, make=None):
+    """Look at the iterate and the average of Untuned every few steps; without `make`, alone.
+
+    A forward pass without a backward one: FSDP2 then holds the root's parameters gathered.
+    """
+    model = make() if make else Tanh()
+    loop, seen, samples = Loop(model, make_optimizer(model, "untuned")), [], batches(steps)
+    for i, batch in enumerate(samples):
+        loop.step(share(batch, *place()) if make else batch)
+        if i % 5 == 4:
+            with torch.no_grad():
+                seen.append(model(samples[0][0]))
+                loop.opt.eval()
+                seen.append(model(samples[0][0]))
+                loop.opt.train()
+    out = loop.result()
+    return out | {"x": [*out["x"], *seen]}
+
+
+def uniform_iterate(steps, of):
+    """The kept iterate of a sharded model is one of the run's; returns which."""
+    model = fsdp()
+    source = model if of == "module" else list(model.parameters())
+    loop, kept, trail = Loop(model, make_optimizer(model)), UniformIterate(source, seed=3), []
+    for batch in batches(steps):
+        trail.append(loop.train([batch]).result()["x"])
+        with torch.no_grad():  # a validation leaves the root's parameters gathered
+            model(batch[0])
+        kept.update()
+    with torch.no_grad():
+        model(batch[0])
+    kept.copy_to()
+    assert kept.chosen < steps  # not the last, which would prove nothing
+    twin = Tanh()
+    for ours, p, expected in zip(
+        loop.result()["x"], twin.parameters(), trail[kept.chosen - 1], strict=True
+    ):
+        assert torch.equal(ours, expected)
+        p.data = expected
+    with torch.no_grad():
+        torch.testing.assert_close(model(batch[0]), twin(batch[0]), rtol=1e-12, atol=1e-12)
+    return kept.chosen
+
+
+def follow_joined_statistics():
+    """A save on rank 0 alone would recompute the statistics of all ranks, and wait for ever."""
+    net = nn.Sequential(nn.Linear(3, 2), nn.BatchNorm1d(2))
+    net = nn.SyncBatchNorm.convert_sync_batchnorm(net)
+    opt = Untuned(net.parameters())
+    Average([opt], net).follow(net).close()
+    with pytest.raises(ValueError, match="SyncBatchNorm"):
+        Average([opt], net, recalibrate_batches=4).follow(net)
