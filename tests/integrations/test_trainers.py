@@ -2,11 +2,12 @@
 
 import importlib.util
 import sys
-from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
 from pages import run_example
+from torch.optim import lr_scheduler
 from trainer_asserts import (
     assert_at_average,
     assert_same_runs,
@@ -31,7 +32,8 @@ from trainer_cases import (
 )
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, recalibrate
-from stormplus.integrations.untuned import Average
+from stormplus.integrations.untuned import Average, final_lrs
+from stormplus.torch import PairedOptimizer
 
 PACKAGES = {
     "lightning": "lightning.pytorch",
@@ -73,66 +75,55 @@ def dtype(name):
 # -- the plain loop's run ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [StormPlus, SimplifiedStormPlus, Storm], ids=lambda k: k.__name__)
-@trainers()
-def test_the_run_is_the_plain_loops(name, dtype, tmp_path, kind):
-    def falls(step):
-        return 1.0 if step < 5 else 0.25
-
-    run = fit(name, tmp_path, kind=kind, lr=0.5, schedule=falls)
-    assert_same_runs(run, plain_run(kind=kind, lr=0.5, schedule=falls, dtype=dtype))
-    assert run.net.evaluations == run.opt.grad_evaluations == 2 * SAMPLES - 1
-    assert run.states[-1][STATISTICS] == SAMPLES
-    assert not hooks_left(run.opt)
+def falls(step):
+    return 1.0 if step < 5 else 0.25
 
 
-@pytest.mark.parametrize("outside", [False, True], ids=["trainer's", "around the run"])
-@trainers("lightning", "huggingface", "accelerate", "fastai", "skorch")
-def test_bf16_autocast_casts_the_moved_weights(name, tmp_path, outside):
-    """Inside an outer autocast, weights that were cast before the move are still in its cache."""
-    half = torch.bfloat16
-    with torch.autocast("cpu", dtype=half) if outside else nullcontext():
-        run = fit(name, tmp_path, half=None if outside else half, dtype=torch.float32)
-    plain = plain_run(half=half, dtype=torch.float32)
-    assert_same_runs(run, plain)
-    full = plain_run(dtype=torch.float32)
-    assert not torch.equal(plain.states[-1]["body.0.weight"], full.states[-1]["body.0.weight"])
-
-
-@trainers("lightning", "huggingface", "accelerate", "fastai", "skorch")
-def test_clipping_sees_both_gradients(name, dtype, tmp_path, recwarn):
-    run = fit(name, tmp_path, clip=0.05)
-    warned = name in ("lightning", "huggingface", "accelerate")
-    assert len(warnings_with(recwarn, CLIPPING)) == warned
-    assert_same_runs(run, plain_run(clip=0.05, dtype=dtype))
-    assert run.opt.diagnostics()["grad_norm"] == pytest.approx(0.05, rel=1e-4)
-
-
-@trainers("lightning", "huggingface", "accelerate", "skorch")
-def test_accumulation_covers_all_micro_batches(name, tmp_path):
-    run = fit(name, tmp_path, accumulate=4)  # 4 and 2 of them
-    assert_same_runs(run, plain_run(accumulate=4, divisor=4 if name == "lightning" else None))
-    assert run.net.evaluations == 2 * SAMPLES - 4
-    assert run.states[-1][STATISTICS] == SAMPLES
+ALL = tuple(PACKAGES)
+PROCESS = ("lightning", "huggingface", "accelerate", "fastai", "skorch")  # cast and clip
+REPLAYED = ("lightning", "huggingface", "accelerate")
+FP16 = {"half": torch.float16, "dtype": torch.float32}
+RUNS = {  # settings, and the trainers that have them
+    "StormPlus": ({"lr": 0.5, "schedule": falls}, ALL),
+    "SimplifiedStormPlus": ({"kind": SimplifiedStormPlus, "lr": 0.5, "schedule": falls}, ALL),
+    "Storm": ({"kind": Storm, "lr": 0.5, "schedule": falls}, ALL),
+    "bf16": ({"half": torch.bfloat16, "dtype": torch.float32}, PROCESS),
+    "clipped": ({"clip": 0.05}, PROCESS),
+    "accumulated": ({"accumulate": 4}, (*REPLAYED, "skorch")),  # 4 and 2 micro-batches
+    "fp16, clipped": ({"scale": 2.0**10, "clip": 0.5, **FP16}, REPLAYED),
+    "fp16, accumulated": ({"scale": 2.0**10, "accumulate": 2, **FP16}, REPLAYED),
+    "fp16, overflows": ({"scale": 2.0**22, **FP16}, REPLAYED),
+    "fp16, overflows, clipped": ({"scale": 2.0**22, "clip": 0.5, **FP16}, REPLAYED),
+    "Untuned, accumulated": ({"kind": Untuned, "accumulate": 2}, REPLAYED),
+}
 
 
 @pytest.mark.parametrize(
-    ("scale", "clip", "accumulate"),
-    [(2.0**10, 0.5, 1), (2.0**10, None, 2), (2.0**22, 0.5, 1), (2.0**22, None, 1)],
+    ("name", "settings"),
+    [
+        pytest.param(name, settings, id=f"{name}-{what}")
+        for what, (settings, names) in RUNS.items()
+        for name in names
+    ],
+    indirect=["name"],
 )
-@pytest.mark.filterwarnings(f"ignore:.*{CLIPPING}")
-@trainers("lightning", "huggingface", "accelerate")
-def test_fp16_is_scaled_step(name, tmp_path, scale, clip, accumulate):
-    half = {"half": torch.float16, "dtype": torch.float32}
-    options = {"scale": scale, "clip": clip, "accumulate": accumulate, **half}
-    run, plain = fit(name, tmp_path, **options), plain_run(**options)
+def test_the_run_is_the_plain_loops(name, dtype, settings, tmp_path, recwarn):
+    settings = {"dtype": dtype, "accumulate": 1, **settings}
+    run = fit(name, tmp_path, **settings)
+    divisor = settings["accumulate"] if name == "lightning" else None  # for short samples too
+    plain = plain_run(divisor=divisor, **settings)
     assert_same_runs(run, plain)
-    assert run.scaler.get_scale() == plain.scaler.get_scale()
-    taken, samples = int(plain.opt.diagnostics()["step"]), SAMPLES // accumulate
-    assert run.states[-1][STATISTICS] == taken * accumulate
-    assert taken == samples if scale == 2.0**10 else 1 < taken < samples  # or some overflow
-    if name == "accelerate":  # a scheduler steps with the optimizer
-        assert run.scheduler.last_epoch == taken
+    assert len(warnings_with(recwarn, CLIPPING)) == ("clip" in settings and name in REPLAYED)
+    taken, samples = run.opt.diagnostics()["step"], -(-BATCHES // settings["accumulate"]) * EPOCHS
+    overflows = settings.get("scale") == 2.0**22
+    assert 1 < taken < samples if overflows else taken == samples
+    assert run.states[-1][STATISTICS] == (taken if overflows else SAMPLES)  # once per batch
+    if "scale" in settings:
+        assert run.scaler.get_scale() == plain.scaler.get_scale()
+    if issubclass(settings.get("kind", StormPlus), PairedOptimizer):
+        assert not hooks_left(run.opt)
+        if name == "accelerate":  # a scheduler steps with the optimizer
+            assert run.scheduler.last_epoch == taken
 
 
 @KINDS
@@ -170,11 +161,42 @@ def test_without_the_callback_one_warning_says_so(name, tmp_path, recwarn):
     assert "stormplus.integrations." in text
 
 
-@trainers("lightning", "huggingface", "accelerate")
-def test_untuned_accumulates_as_the_trainer_does(name, tmp_path):
-    run = fit(name, tmp_path, kind=Untuned, accumulate=2)
-    assert_same_runs(run, plain_run(kind=Untuned, accumulate=2))
-    assert (run.net.evaluations, run.opt.grad_evaluations) == (SAMPLES, SAMPLES // 2)
+@trainers("lightning", "huggingface", "accelerate", "keras", "skorch")
+@pytest.mark.filterwarnings("error:.*decays to zero")
+def test_a_schedule_that_decays_to_zero_warns_but_a_warm_up_does_not(name, tmp_path):
+    def decay(step):
+        return max(0.0, 1.0 - step / 9)
+
+    fit(name, tmp_path, kind=Untuned, watch=True, schedule=lambda step: min(1.0, step / 6))
+    run, folder = Run(), tmp_path / "decays"
+    folder.mkdir()
+    with pytest.raises(UserWarning, match="decays to zero"):
+        fit(name, folder, kind=Untuned, watch=True, schedule=decay, run=run)
+    foreseen = name in ("lightning", "huggingface")  # which know how many steps there will be
+    assert bool(run.states) != foreseen
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step),
+        partial(lr_scheduler.CosineAnnealingLR, T_max=10, eta_min=0.01),
+        partial(lr_scheduler.LinearLR, end_factor=0.1, total_iters=10),
+        partial(lr_scheduler.PolynomialLR, total_iters=20),
+        partial(lr_scheduler.StepLR, step_size=3),
+    ],
+    ids=lambda make: make.func.__name__,
+)
+def test_the_last_rates_of_a_schedule_are_foreseen(make):
+    opt = Untuned([{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)])
+    scheduler = make(opt)
+    foreseen = final_lrs(scheduler, 10)
+    for _ in range(10):
+        opt.step()
+        scheduler.step()
+    rates = [group["lr"] for group in opt.param_groups]
+    assert foreseen == pytest.approx(rates)
+    assert rates[1] < 1.0
 
 
 @trainers("lightning", "huggingface", "accelerate", "fastai")

@@ -65,6 +65,7 @@ def train(s):
                 with accelerator.accumulate(model):
                     accelerator.backward(loss_of(model, x, y))
                     opt.step()
+                    scheduler.step()
                     opt.zero_grad()
             if accelerator.sync_gradients:
                 s.record()

@@ -1,4 +1,4 @@
-"""A network with BatchNorm and dropout, its data, and the plain loop to compare trainers with.
+"""The harness of all trainers: a network, its data, and the plain loop to compare them with.
 
 Each `<trainer>_cases.py` has one function, `train(s)`, which trains this network on this data with
 one trainer, as the `Settings` say, and fills `s.run`. `fit(name, folder, **settings)` calls it.

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stormplus.install import required
 from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.replay import CLIPPING, Replay
-from stormplus.integrations.untuned import AverageCallback
+from stormplus.integrations.untuned import AverageCallback, final_lrs, warn_of_decay
 from stormplus.torch import PairedOptimizer
 from stormplus.versions import clip_gradients
 
@@ -38,7 +38,9 @@ class UntunedCallback(AverageCallback, TrainerCallback):
     ) -> None:
         advice = "pass optimizers=(Untuned(model.parameters()), None)"
         self._begin([unwrapped(optimizer)], model, advice)
-        _warn_of_decay(kwargs.get("lr_scheduler"), state.max_steps)
+        scheduler = kwargs.get("lr_scheduler")
+        scheduler = getattr(scheduler, "scheduler", scheduler)  # inside Accelerate's wrapper
+        warn_of_decay(unwrapped(optimizer), final_lrs(scheduler, state.max_steps))
         self._average.swap_out()
         self._hooks = self._average.follow(model)
 
@@ -47,19 +49,6 @@ class UntunedCallback(AverageCallback, TrainerCallback):
 
     def on_train_end(self, *args: Any, **kwargs: Any) -> None:
         self._end()
-
-
-def _warn_of_decay(scheduler: Any, steps: int) -> None:
-    """Warn if a schedule of transformers, a LambdaLR, ends near zero."""
-    scheduler = getattr(scheduler, "scheduler", scheduler)  # inside Accelerate's wrapper
-    factors = [f(steps) for f in getattr(scheduler, "lr_lambdas", ()) if f is not None]
-    if factors and max(factors) < 0.05:
-        warnings.warn(
-            "the learning-rate schedule decays to zero (transformers' default is linear) and "
-            "multiplies the steps of Untuned, which needs no schedule: "
-            'TrainingArguments(lr_scheduler_type="constant")',
-            stacklevel=2,
-        )
 
 
 class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ignore]

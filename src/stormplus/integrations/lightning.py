@@ -13,8 +13,8 @@ from typing import Any
 
 from stormplus.install import required
 from stormplus.integrations.replay import CLIPPING, Replay
-from stormplus.integrations.untuned import AverageCallback
-from stormplus.torch import PairedOptimizer
+from stormplus.integrations.untuned import AverageCallback, final_lrs, warn_of_decay
+from stormplus.torch import PairedOptimizer, Untuned
 from stormplus.versions import order_is_drawn_again
 
 with required("lightning"):
@@ -47,6 +47,12 @@ class UntunedCallback(AverageCallback, Callback):
                 "recalibrate_batches calls training_step again, which steps with manual "
                 "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
             )
+        for config in trainer.lr_scheduler_configs:
+            by_step = config.interval == "step"
+            steps = trainer.estimated_stepping_batches if by_step else trainer.max_epochs
+            opt = config.scheduler.optimizer
+            if isinstance(opt, Untuned) and steps and 0 < steps < float("inf"):
+                warn_of_decay(opt, final_lrs(config.scheduler, int(steps) // config.frequency))
         save = trainer.save_checkpoint
 
         def save_checkpoint(*args: Any, **kwargs: Any) -> None:

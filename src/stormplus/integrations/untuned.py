@@ -1,4 +1,4 @@
-"""What every trainer needs for `Untuned`: swapping the average in and out, and ignoring an lr."""
+"""What every trainer needs for `Untuned`: the average is swapped in and out, rates are checked."""
 
 from __future__ import annotations
 
@@ -6,14 +6,21 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import copy
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import _disable_dynamo, nn  # type: ignore[attr-defined]
+from torch.optim.lr_scheduler import LambdaLR
 
 from stormplus.torch import Untuned, recalibrate
 from stormplus.trainers import managed
+
+SMALL_LR = 0.05
+# Whether to warn if the lr of an optimizer becomes small: not in a warm-up, and only once.
+_warns_of_decay: WeakKeyDictionary[Untuned, bool] = WeakKeyDictionary()
 
 
 class Average:
@@ -49,6 +56,8 @@ class Average:
         """Put the average in, before validating or saving. Calling it again changes nothing."""
         for opt in self.optimizers:
             opt.eval()
+            if _warns_of_decay.get(opt):
+                warn_of_decay(opt, _lrs(opt))
         if recalibrated:
             self._recalibrate()
 
@@ -66,6 +75,8 @@ class Average:
                 )
                 opt.reset()
             opt.train()
+            if max(_lrs(opt)) >= SMALL_LR:
+                _warns_of_decay.setdefault(opt, True)
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
@@ -178,3 +189,32 @@ def ignore_lr(lr: Any) -> None:
             "pass 1.0",
             stacklevel=3,
         )
+
+
+def warn_of_decay(opt: Untuned, lrs: list[float]) -> None:
+    """Warn, once per optimizer, if its schedule has arrived or will end at these rates."""
+    if lrs and max(lrs) < SMALL_LR and _warns_of_decay.get(opt, True):
+        _warns_of_decay[opt] = False
+        warnings.warn(
+            f"the learning-rate schedule decays to zero ({max(lrs):g}) and multiplies the steps of "
+            "Untuned, which needs no schedule: leave the scheduler out. In transformers, where the "
+            'default is linear: TrainingArguments(lr_scheduler_type="constant")',
+            stacklevel=3,
+        )
+
+
+def _lrs(opt: Untuned) -> list[float]:
+    """Return the rates of all groups; reading those on a device would wait for it."""
+    rates = [group["lr"] for group in opt.param_groups]
+    return [1.0 if isinstance(lr, torch.Tensor) else float(lr) for lr in rates]
+
+
+def final_lrs(scheduler: Any, steps: int) -> list[float]:
+    """Return the rates of a torch scheduler after so many steps; none if they are not known."""
+    ahead = copy(scheduler)
+    if isinstance(ahead, LambdaLR):
+        return [float(lr) * f(steps) for lr, f in zip(ahead.base_lrs, ahead.lr_lambdas)]
+    if not hasattr(ahead, "_get_closed_form_lr"):
+        return []
+    ahead.last_epoch = steps
+    return list(ahead._get_closed_form_lr())
