@@ -5,11 +5,10 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import Loop, Tanh, batches, bounded_loss, place, result
+from small_models import Loop, Tanh, batches, place
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from stormplus import StormPlus
@@ -91,39 +90,3 @@ def partial_gradient(steps, ranks=None, **options):
 
         opt.step(closure)
     return (p.detach() if ranks else p.detach().to_local()).clone(), opt.diagnostics()
-
-
-class Stage(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = layers
-
-    def forward(self, u):
-        for layer in self.layers:
-            u = torch.tanh(layer(u))
-        return u
-
-
-def pipeline(steps):
-    """Each process has the layers of its stage, and an optimizer for those alone."""
-    rank, size = place()
-    layers = Tanh().layers
-    mine = Stage(layers[:2] if rank == 0 else layers[2:])
-    data = batches(steps)
-    example = data[0][0].chunk(2)[0]
-    if rank > 0:
-        example = torch.zeros(len(example), layers[1].out_features, dtype=example.dtype)
-    stage = PipelineStage(mine, rank, size, torch.device("cpu"), input_args=(example,))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=bounded_loss)
-    opt = StormPlus(mine.parameters(), check_finite=False)
-    for u, y in data:
-
-        def closure():
-            opt.zero_grad()
-            if rank == 0:
-                schedule.step(u)
-            else:
-                schedule.step(target=y, losses=[])
-
-        opt.step(closure)
-    return result(mine, opt)

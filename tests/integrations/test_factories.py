@@ -8,11 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from trainer_asserts import assert_same_runs
-from trainer_cases import BATCHES, ROWS, Run, data, loss_of, network, plain_run, snapshot
+from trainer_cases import SAMPLES, data, loss_of, network, plain_run
 
-from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, same_sample
+from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.integrations import factories
-from stormplus.torch import BaseOptimizer
 
 NAMES = {
     "stormplus": StormPlus,
@@ -75,41 +74,16 @@ def factory(request):
     )
 
 
-def train(net, opt, wrap=lambda closure: closure):
-    run = Run()
-    inner = opt if isinstance(opt, BaseOptimizer) else None
-    for name in ("optimizer", "_base_optimizer"):  # inside Lookahead or OrthoGrad
-        inner = inner or getattr(opt, name, None)
-    run.net, run.opt = net, inner
-    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
-        torch.manual_seed(i)
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(net, x, y)
-            loss.backward()
-            return loss
-
-        if isinstance(inner, Untuned):
-            closure()
-            opt.step()
-        else:
-            opt.step(same_sample(inner, net)(wrap(closure)))
-        run.states.append(snapshot(net))
-    return run
-
-
 @pytest.mark.parametrize("name", NAMES)
 def test_the_run_is_the_plain_loops(factory, name, caplog):
     for _ in range(2):  # the second time nothing happens
         factory.register()
     assert not caplog.records
     assert name in factory.names()
-    net = network()
-    lr = {} if name == "untuned" else {"lr": 0.5}
-    run = train(net, factory.make(net, name.upper(), **lr or {"lr": 1.0}))
-    assert type(run.opt) is NAMES[name]
-    assert_same_runs(run, plain_run(epochs=1, kind=NAMES[name], **lr))
+    kind, lr = NAMES[name], 1.0 if name == "untuned" else 0.5
+    run = plain_run(kind=kind, lr=lr, make=lambda net: factory.make(net, name.upper(), lr=lr))
+    assert type(run.opt) is kind
+    assert_same_runs(run, plain_run(kind=kind, lr=lr))
 
 
 def test_untuned_ignores_a_learning_rate_and_vectors_do_not_decay(factory):
@@ -126,33 +100,26 @@ def test_lookahead_is_refused_for_paired_optimizers(factory):
     factory.register()
     with pytest.raises(RuntimeError, match="without it"):
         factory.ahead(network(), "stormplus").step(lambda: None)
-    net = network()
-    run = train(net, factory.ahead(net, "untuned"))
-    assert net.evaluations == run.opt.grad_evaluations == BATCHES
-    others = factory.ahead(net, "adamw")
-    loss_of(net, *data(1)).backward()
+    run = plain_run(kind=Untuned, make=lambda net: factory.ahead(net, "untuned"))
+    assert run.net.evaluations == run.opt.grad_evaluations == SAMPLES
+    others = factory.ahead(run.net, "adamw")
+    loss_of(run.net, *data(1)).backward()
     others.step()
 
 
 def test_pytorch_optimizer_projects_both_gradients(pytorch_optimizer):
-    net, other = network(), network()
-    opt = pytorch_optimizer.create_optimizer(net, "stormplus", lr=0.5, use_orthograd=True)
-    project = pytorch_optimizer.OrthoGrad(torch.optim.SGD(other.parameters()))
+    def make(net):
+        return pytorch_optimizer.create_optimizer(net, "stormplus", lr=0.5, use_orthograd=True)
 
-    def projected(closure):
-        def evaluate():
-            loss = closure()
-            project.apply_orthogonal_gradients(other.parameters())
-            return loss
+    def project(net):
+        opt = pytorch_optimizer.OrthoGrad(torch.optim.SGD(net.parameters()))
+        opt.apply_orthogonal_gradients(net.parameters())
 
-        return evaluate
-
-    plain = train(other, StormPlus(other.parameters(), lr=0.5), wrap=projected)
-    assert_same_runs(train(net, opt), plain)
+    assert_same_runs(plain_run(lr=0.5, make=make), plain_run(lr=0.5, process=project))
 
 
 @pytest.mark.parametrize("extra", ["timm", "pytorch-optimizer"])
-def test_a_missing_package_is_named(monkeypatch, extra):
+def test_a_missing_package_names_the_extra(extra, monkeypatch):
     package = extra.replace("-", "_")
     for name in [name for name in sys.modules if name.split(".")[0] == package]:
         monkeypatch.delitem(sys.modules, name)

@@ -9,7 +9,7 @@ pytest.importorskip("fastai")
 
 import trainer_cases
 from fastai_cases import Callback, Watch, again, fastai
-from trainer_asserts import assert_same_states, hooks_left, warnings_with
+from trainer_asserts import assert_same_states, warnings_with
 from trainer_cases import BATCHES, ROWS, Run, plain_run
 
 from stormplus import SimplifiedStormPlus, StormPlus, Untuned
@@ -117,49 +117,12 @@ def test_predictions_and_validation_need_no_optimizer(kind):
     fit(kind=kind, verb=verb)
 
 
-def test_which_events_a_batch_fires_twice():
-    seen = []
-
-    class Events(Callback):
-        run_valid = False
-
-        def __call__(self, name):
-            seen.append(name)
-
-    fit(None, Events(), epochs=1)
-    assert seen.count("before_batch") == seen.count("after_batch")
-    assert seen.count("before_backward") == seen.count("after_step") == TWICE_BUT_ONCE
-
-
-@pytest.mark.parametrize(("evaluation", "moves"), [(2, False), (3, True)])
-def test_a_batch_cancelled_halfway_is_dropped(evaluation, moves):
-    class Cancel(Callback):
-        order, run_valid, left = 500, False, evaluation
-
-        def before_step(self):
-            self.left -= 1
-            if self.left == 0:
-                raise fastai.callback.core.CancelBatchException
-
-        def after_cancel_batch(self):
-            self.learn.opt.zero_grad()
-
-    # Evaluation 1 is the first sample, 2 and 3 are the second's.
-    run = fit(None, Cancel(), epochs=1)
-    first, second = run.states[:2]
-    assert torch.equal(first["body.0.weight"], second["body.0.weight"]) != moves
-    assert run.opt.diagnostics()["step"] == BATCHES - 1
-    assert not hooks_left(run.opt)
-
-
+@pytest.mark.parametrize("evaluation", [4, 5])  # the first and the second of the third batch
 @KINDS
-def test_a_fit_that_fails_leaves_a_learner_that_goes_on(kind):
-    def setup(net):
-        net.fails_at = 4
-
+def test_a_fit_that_fails_leaves_a_learner_that_goes_on(kind, evaluation):
     run = Run()
     with pytest.raises(OSError, match="a broken disc"):
-        fit(kind=kind, setup=setup, run=run)
+        fit(kind=kind, fails_at=evaluation, run=run)
     run.learn.opt.zero_grad()
     before = run.opt.diagnostics()["step"]
     again(run)

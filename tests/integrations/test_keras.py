@@ -26,7 +26,7 @@ from keras_cases import (
     plain_keras,
 )
 from trainer_asserts import assert_at_average, assert_same_states
-from trainer_cases import BATCHES, ROWS, SAMPLES, Run, data, snapshot, untuned_run
+from trainer_cases import BATCHES, ROWS, SAMPLES, Run, data, plain_run, snapshot, untuned_run
 
 from stormplus import Untuned, recalibrate
 
@@ -71,16 +71,10 @@ def test_random_numbers_without_a_seed_generator_are_replayed():
 
 
 def test_the_loss_reported_is_the_first_evaluations():
-    model, other = compiled(keras_network()), keras_network()
-    x, y = BATCH_LIST[0]
-    for i in range(2):
-        torch.manual_seed(i)
-        value = model.train_on_batch(x, y)
-        torch.manual_seed(i)
-        expected = keras_distance(y, other(x, training=True)).item()
-        np.testing.assert_allclose(value, expected, rtol=1e-6)
-        other.set_weights(model.get_weights())
-        model.reset_metrics()
+    losses = plain_run(epochs=1, dtype=torch.float32).losses
+    firsts = np.array([losses[0], *losses[1::2]])
+    means = firsts.cumsum() / range(1, BATCHES + 1)  # Keras reports the mean of the epoch so far
+    np.testing.assert_allclose(fit(epochs=1).losses, means, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
@@ -123,16 +117,6 @@ def test_other_ways_to_resume(tmp_path, way, method):
     first, second = way(tmp_path, method)
     whole = fitted(keras_network(seeded=False), method=method)
     assert_same_states(first.states + second.states, whole.states)
-
-
-def test_another_methods_state_is_refused(tmp_path):
-    fitted(keras_network(), epochs=1).trainer.save_weights(tmp_path / "half.weights.h5")
-    second = compiled(keras_network(), "SimplifiedStormPlus")
-    with pytest.raises(ValueError, match="not built yet"):
-        second.load_weights(tmp_path / "half.weights.h5")
-    second.optimizer.build(second.trainable_variables)
-    with pytest.raises(ValueError, match="saved with rule"):
-        second.load_weights(tmp_path / "half.weights.h5")
 
 
 # -- what is refused -----------------------------------------------------------------------------
@@ -182,6 +166,7 @@ def unfrozen_after_building():
         (lambda: StormPlusOptimizer(gradient_accumulation_steps=2), "batch_size"),
         (lambda: StormPlusOptimizer(loss_scale_factor=2), "mixed_bfloat16"),
         (lambda: StormPlusOptimizer("Adam"), r"StormPlus, .*Untuned, got 'Adam'"),
+        (lambda: StormPlusOptimizer().torch_optimizer, "not built yet"),
         (lambda: StormPlusOptimizer().exclude_from_weight_decay(var_names=["b"]), "all variables"),
         (lambda: fit(kind=Untuned, tool=False), r"Untuned needs .*StormPlusModelMixin"),
     ],

@@ -1,5 +1,6 @@
 """Lightning: what only its callbacks do. What trainers share is in `test_trainers.py`."""
 
+import operator
 from functools import partial
 from types import SimpleNamespace
 
@@ -74,35 +75,23 @@ def test_accumulation_without_the_callback_warns():
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-def test_logs_and_metrics_count_each_sample_once(accumulate):
+def test_logs_and_metrics_count_each_sample_once_with_its_own_size(accumulate):
     class Keeps(Module):
-        counted = ()
-
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             opt = self.optimizers(use_pl_optimizer=False)
             if not opt.started or opt.pending:  # the evaluation that counts
-                self.counted = (*self.counted, loss.item())
+                run.losses.append((loss.item(), len(batch[0])))
             return loss
 
-    run = fit(module=Keeps, accumulate=accumulate, epochs=1)
-    assert len(run.module.counted) == BATCHES < len(run.module.losses)
-    mean = sum(run.module.counted) / BATCHES
-    for name in ("loss_epoch", "mean"):
-        assert float(run.trainer.callback_metrics[name]) == pytest.approx(mean, rel=1e-6)
-
-
-def test_means_of_an_epoch_weigh_each_batch_with_its_own_size():
-    class Sizes(Module):
-        def training_step(self, batch, batch_idx):
-            self.log("size", float(len(batch[0])), on_epoch=True)
-            return super().training_step(batch, batch_idx)
-
-    sizes = [ROWS] * 3 + [ROWS // 2]
-    rows = TensorDataset(*(part[: sum(sizes)] for part in data(4)))
-    run = fit(module=Sizes, accumulate=2, epochs=1, loader=DataLoader(rows, batch_size=ROWS))
-    expected = sum(size * size for size in sizes) / sum(sizes)
-    assert float(run.trainer.callback_metrics["size_epoch"]) == pytest.approx(expected, rel=1e-6)
+    run, short = Run(), TensorDataset(*(part[: -ROWS // 2] for part in data()))
+    rows = DataLoader(short, batch_size=ROWS)
+    fit(module=Keeps, accumulate=accumulate, epochs=1, loader=rows, run=run)
+    losses, sizes = zip(*run.losses)
+    assert len(losses) == BATCHES < len(run.module.losses)
+    weighted = sum(map(operator.mul, losses, sizes)) / sum(sizes)
+    for name, expected in (("loss_epoch", weighted), ("mean", sum(losses) / BATCHES)):
+        assert float(run.trainer.callback_metrics[name]) == pytest.approx(expected, rel=1e-6)
 
 
 def test_diagnostics_are_logged():
@@ -288,12 +277,9 @@ def test_the_trainer_of_the_other_package_is_refused_with_the_import_to_use():
 
 
 def test_an_interrupted_run_leaves_the_average():
-    def setup(net):
-        net.fails_at = 6
-
     run = Run()
     with pytest.raises(OSError, match="a broken disc"):
-        fit(kind=Untuned, recalibrate_batches=4, setup=setup, run=run)
+        fit(kind=Untuned, recalibrate_batches=4, fails_at=6, run=run)
     assert_at_average(snapshot(run.net), untuned_run(epochs=1), 5)
     assert "save_checkpoint" not in vars(run.trainer)
 

@@ -12,15 +12,16 @@ from pages import ROOT
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from trainer_cases import ROWS, data, fit, loss_of, network, snapshot
-
-from stormplus import StormPlus
+from trainer_cases import ROWS, data, fit, plain_run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
 
 def without_statistics(net):
     net.body[1] = nn.Identity()
+
+
+SETTINGS = {"batches": 16, "epochs": 1, "dropout": 0.0, "setup": without_statistics}
 
 
 @pytest.mark.parametrize("accumulate", [1, 2])
@@ -33,22 +34,11 @@ def test_equals_one_process_on_both_ranks_rows(tmp_path, name, accumulate):
     subprocess.run(command, env=env, check=True, timeout=300)
     (states, evaluations), (others, _) = (torch.load(tmp_path / f"rank{i}.pt") for i in range(2))
 
-    net = network(dropout=0.0)
-    without_statistics(net)
-    opt = StormPlus(net.parameters())
-    samples = list(zip(*(part.split(2 * accumulate * ROWS) for part in data(16))))
-    assert len(states) == len(others) == len(samples)
-    assert evaluations == accumulate * (2 * len(samples) - 1)
-    for sample, state, other in zip(samples, states, others):
-
-        def closure():
-            opt.zero_grad()
-            loss = loss_of(net, *sample)
-            loss.backward()
-            return loss
-
-        opt.step(closure)
-        for key, value in snapshot(net).items():  # to rounding: summed in another order
+    plain = plain_run(accumulate=2 * accumulate, **SETTINGS)
+    assert len(states) == len(others) == len(plain.states)
+    assert evaluations == accumulate * (2 * len(states) - 1)
+    for state, other, expected in zip(states, others, plain.states):
+        for key, value in expected.items():  # to rounding: summed in another order
             torch.testing.assert_close(state[key], value, rtol=1e-12, atol=1e-12)
             assert torch.equal(state[key], other[key])
 
@@ -66,10 +56,7 @@ def one_rank(folder, name, accumulate):
             "use_distributed_sampler": False,
             "loader": DataLoader(rows, batch_size=ROWS, sampler=share),
         }
-    run = fit(
-        name, folder, batches=16, epochs=1, dropout=0.0, setup=without_statistics,
-        accumulate=accumulate, **options,
-    )  # fmt: skip
+    run = fit(name, folder, accumulate=accumulate, **SETTINGS, **options)
     assert dist.get_world_size() == 2
     torch.save((run.states, run.net.evaluations), folder / f"rank{os.environ['RANK']}.pt")
     dist.barrier()

@@ -66,6 +66,7 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.number += 1
+        self.s.run.losses.append(logs["loss"])
         self.s.run.states.append(self.take())
         self.s.after(self.s.run.net)
 

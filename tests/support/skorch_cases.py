@@ -93,7 +93,7 @@ def train(s):
     kind = bases[0] if len(bases) == 1 else type("Made", tuple(bases), {})
     net = s.run.trainer = kind(Network, **settings | options)
     net.initialize()
-    s.setup(net.module_)
+    s.prepared(net.module_)
     if s.resume:
         net.load_params(f_params=s.folder / "1.pt", f_optimizer=s.folder / "1.opt")
     net.partial_fit(*s.data())

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from stormplus import StormPlus, Untuned, same_sample, scaled_step
-from stormplus.torch import PairedOptimizer
+from stormplus.torch import BaseOptimizer, PairedOptimizer
 from stormplus.untuned_rule import INTERPOLATION, average_weight
 
 ROWS = 8  # of a batch
@@ -100,6 +100,7 @@ class Settings:
     schedule: Any = None
     tool: bool = True  # False leaves our callback, mixin or subclass out
     setup: Any = nothing  # called with the network before the run
+    fails_at: int | None = None  # the evaluation that raises an OSError
     after: Any = nothing  # called with the network after every step
     watch: bool = False  # validate and save after every epoch
     resume: Any = False  # go on from what a watched run saved after its first epoch
@@ -115,9 +116,12 @@ class Settings:
         return data(self.batches, self.dtype)
 
     def network(self):
-        self.run.net = network(self.dtype, self.dropout)
-        self.setup(self.run.net)
-        return self.run.net
+        return self.prepared(network(self.dtype, self.dropout))
+
+    def prepared(self, net):
+        self.run.net, net.fails_at = net, self.fails_at
+        self.setup(net)
+        return net
 
     def optimizer(self, params, **options):
         rate = {} if self.kind is Untuned else {"lr": self.lr}
@@ -144,18 +148,30 @@ def fit(name, folder=None, *callbacks, **settings):
     return s.run
 
 
-def plain_run(*, divisor=None, before=nothing, **settings):
-    """The loop that the README shows; the number of a sample's first batch is its seed."""
+def plain_run(*, divisor=None, before=nothing, process=nothing, make=None, **settings):
+    """The loop that the README shows; the number of a sample's first batch is its seed.
+
+    Args:
+        divisor: Of the losses of micro-batches, if it is not their number.
+        before: Called before each step.
+        process: Called with the network after each backward pass, to change the gradients.
+        make: Makes the optimizer, or a wrapper around it, from the network.
+        settings: Those of `Settings`.
+    """
     s = Settings(**settings)
     x, y = s.data()
     run, net = s.run, s.network()
-    opt = s.optimizer(net.parameters())
+    opt = outer = make(net) if make else s.optimizer(net.parameters())
+    while not isinstance(opt, BaseOptimizer):  # inside Lookahead or OrthoGrad
+        opt = getattr(opt, "optimizer", None) or opt._base_optimizer
+    run.opt = opt
     scaler = torch.amp.GradScaler("cpu", init_scale=s.scale or 1.0, enabled=bool(s.scale))
     run.scaler = scaler
 
-    def process():
+    def clip():
         if s.clip is not None:
             nn.utils.clip_grad_norm_(net.parameters(), s.clip)
+        process(net)
 
     starts = range(0, s.batches, s.accumulate)
     for step, (epoch, start) in enumerate((e, start) for e in range(s.epochs) for start in starts):
@@ -170,7 +186,7 @@ def plain_run(*, divisor=None, before=nothing, **settings):
                 scaler.scale(part).backward()
                 total += part.detach()
             if not s.scale:
-                process()
+                clip()
             run.losses.append(float(total))
             return total
 
@@ -178,9 +194,9 @@ def plain_run(*, divisor=None, before=nothing, **settings):
         before(step, opt, net)
         torch.manual_seed(epoch * s.batches + start)
         if s.scale:
-            scaled_step(opt, scaler, closure, net, process=process)
+            scaled_step(opt, scaler, closure, net, process=clip)
         else:
-            opt.step(same_sample(opt, net)(closure) if s.pairs else closure)
+            outer.step(same_sample(opt, net)(closure) if s.pairs else closure)
         s.record()
     return run
 

@@ -9,7 +9,6 @@ import copy
 
 import pytest
 import torch
-
 from torch import nn
 
 import stormplus
