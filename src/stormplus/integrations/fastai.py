@@ -48,7 +48,7 @@ class OptimizerWrapper(OptimWrapper):
     opt: BaseOptimizer
 
     def __init__(self, *args: Any, opt: Any, lr: float, **kwargs: Any) -> None:
-        self._ignored: dict[str, list[Any]] = {}
+        self._warned: set[str] = set()
         rate = {} if opt is Untuned else {"lr": lr}
         super().__init__(*args, opt=opt, **rate, **kwargs)
 
@@ -58,27 +58,22 @@ class OptimizerWrapper(OptimWrapper):
 
     @property
     def hypers(self) -> list[dict[str, Any]]:
-        """Return the hyper-parameters of each group, with those that were set and ignored."""
-        found = super().hypers
-        for name, values in self._ignored.items():
-            for group, value in zip(found, values):
-                group.setdefault(name, value)
-        return found  # type: ignore[no-any-return]
+        """Return the hyper-parameters of each group, and a momentum for schedules to read."""
+        return [{"mom": 0.0, **group} for group in super().hypers]
 
     def _set_hyper(self, k: str, v: Any) -> None:
         """Set a hyper-parameter; ignore the momentum, and the rate of `Untuned`, with a warning."""
         if k == "mom":
-            self._ignore(k, v, "schedules of a momentum are ignored: the optimizer sets its own")
-        elif k == "lr" and isinstance(self.opt, Untuned):
-            if any(value != 1.0 for value in v):
-                self._ignore(k, v, "learning rates and their schedules are ignored by Untuned")
-        else:
+            self._warn_once("schedules of a momentum are ignored: the optimizer sets its own")
+        elif k != "lr" or not isinstance(self.opt, Untuned):
             super()._set_hyper(k, v)
+        elif any(value != 1.0 for value in v):
+            self._warn_once("learning rates and their schedules are ignored by Untuned")
 
-    def _ignore(self, name: str, values: Any, message: str) -> None:
-        if name not in self._ignored:
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
             warnings.warn(message, stacklevel=4)
-        self._ignored[name] = list(values)
 
 
 class StormPlusCallback(Callback):
