@@ -45,7 +45,8 @@ class Normalised(nn.Module):
     def __init__(self, momentum):
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.last = (nn.Linear(*n, dtype=torch.float64) for n in ((6, 8), (8, 1)))
+        self.first = nn.Linear(6, 8, dtype=torch.float64)
+        self.last = nn.Linear(8, 1, dtype=torch.float64)
         self.norm = nn.BatchNorm1d(8, momentum=momentum, dtype=torch.float64)
         self.drop = nn.Dropout(0.3)
 
