@@ -1,5 +1,8 @@
 """What each rank of a test does. A job returns what the test compares."""
 
+import time
+from datetime import timedelta
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -221,6 +224,32 @@ def one_bad_gradient(make, steps, bad_call, value=float("nan"), mesh=None, **opt
             pending.append(getattr(loop.opt, "pending", False))
             unmoved.append(all(torch.equal(a, b) for a, b in zip(before, after)))
     return loop.result(errors=errors, pending=pending, unmoved=unmoved)
+
+
+def one_bad_gradient_after_the_average(seconds):
+    """Rank 1 alone spoils its gradient when DDP has averaged it, in the third step's first half."""
+    rank, _ = place()
+    model = DDP(Tanh(), process_group=dist.new_group(timeout=timedelta(seconds=seconds)))
+    opt, error = StormPlus(model.parameters()), ""
+
+    def spoil():
+        if rank == 1 and loop.calls == 4:
+            next(model.parameters()).grad.fill_(float("nan"))
+
+    def values():
+        return [p.detach().clone() for p in model.parameters()]
+
+    loop, start = Loop(model, opt, spoil), time.monotonic()
+    for batch in batches(3):
+        before = values()
+        try:
+            loop.train([batch])
+        except (FloatingPointError, RuntimeError) as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    moved = any(not torch.equal(a, b) for a, b in zip(before, values()))
+    waited = time.monotonic() - start
+    time.sleep(max(0.0, seconds + 2 - waited))  # until the others have given up
+    return {"error": error, "moved": moved, "waited": waited, "pending": opt.pending}
 
 
 # -- state ---------------------------------------------------------------------------------------

@@ -217,3 +217,16 @@ def test_a_bad_gradient_on_one_rank_stops_all_ranks_together(
         assert run["calls"] == (14 if pairs else 8)
         assert run["numbers"]["step"] == 7
         assert all(torch.isfinite(p).all() for p in run["x"])
+
+
+@long
+def test_a_bad_gradient_on_one_rank_after_the_average_stops_that_rank_alone(cluster):
+    # The optimizer sends nothing under DDP, so nothing can tell the others: docs/many-machines.md.
+    good, bad = cluster.run(2, jobs.one_bad_gradient_after_the_average, 4)
+    assert bad["error"].startswith("FloatingPointError")
+    assert not bad["moved"]
+    assert bad["waited"] < 4
+    assert good["error"].startswith("RuntimeError")  # its second evaluation has waited in vain
+    assert good["moved"]
+    assert good["pending"]
+    assert good["waited"] >= 4

@@ -5,10 +5,12 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from small_models import Loop, Tanh, batches, place
+from small_models import Loop, Tanh, batches, bounded_loss, place, result
 from torch import nn
+from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from stormplus import StormPlus
@@ -17,6 +19,7 @@ with warnings.catch_warnings():
     # torch's own: these modules define TorchScript interfaces when they are imported
     warnings.simplefilter("ignore", DeprecationWarning)
     from torch.distributed.optim import (
+        PostLocalSGDOptimizer,
         ZeroRedundancyOptimizer,
         _apply_optimizer_in_backward,
     )
@@ -45,6 +48,14 @@ def distributed_optimizer():
 
 def optimizer_in_backward():
     _apply_optimizer_in_backward(StormPlus, Tanh().parameters(), {"lr": 0.1})
+
+
+def post_local_sgd():
+    model = Tanh()
+    opt = PostLocalSGDOptimizer(StormPlus(model.parameters()), PeriodicModelAverager(period=4))
+    bounded_loss(model(batches(1)[0][0]), batches(1)[0][1]).backward()
+    with pytest.raises(TypeError, match="needs a closure"):
+        opt.step()
 
 
 def fsdp1(use_orig_params, before=False):
@@ -90,3 +101,39 @@ def partial_gradient(steps, ranks=None, **options):
 
         opt.step(closure)
     return (p.detach() if ranks else p.detach().to_local()).clone(), opt.diagnostics()
+
+
+class Stage(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, u):
+        for layer in self.layers:
+            u = torch.tanh(layer(u))
+        return u
+
+
+def pipeline(steps):
+    """Each process has the layers of its stage, and an optimizer for those alone."""
+    rank, size = place()
+    layers = Tanh().layers
+    mine = Stage(layers[:2] if rank == 0 else layers[2:])
+    data = batches(steps)
+    example = data[0][0].chunk(2)[0]
+    if rank > 0:
+        example = torch.zeros(len(example), layers[1].out_features, dtype=example.dtype)
+    stage = PipelineStage(mine, rank, size, torch.device("cpu"), input_args=(example,))
+    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=bounded_loss)
+    opt = StormPlus(mine.parameters(), check_finite=False)
+    for u, y in data:
+
+        def closure():
+            opt.zero_grad()
+            if rank == 0:
+                schedule.step(u)
+            else:
+                schedule.step(target=y, losses=[])
+
+        opt.step(closure)
+    return result(mine, opt)
