@@ -18,7 +18,9 @@ Every pass takes `skip`: None, or a flag on the device. If it is set, the pass c
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from typing import Any, NamedTuple
 
 import torch
@@ -41,10 +43,16 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """Move the parameters by -alpha d, with alpha = lr eta, and subtract g~ from d."""
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
-            wide = x.to(d.dtype)
-            g_tilde = objective_gradient(wide, g, group.objective)
-            _write(x, wide - alpha * d, skip)  # Alg. 1, line 4
-            _write(d, d - g_tilde, skip)  # Alg. 1, line 6: the bracket
+            _write((x, d), moved(x, g, d, group.objective, alpha), skip)
+
+
+def moved(
+    x: Tensor, g: Tensor, d: Tensor, objective: Objective, alpha: Number
+) -> tuple[Tensor, Tensor]:
+    """Return the new x and d, in the dtype of d."""
+    x = x.to(d.dtype)
+    g_tilde = objective_gradient(x, g, objective)
+    return x - alpha * d, d - g_tilde  # Alg. 1, line 4, and the bracket of line 6
 
 
 def estimate(
@@ -54,18 +62,24 @@ def estimate(
 
     With `finite_only`, elements of g that are not finite are left out of d.
     """
-    dtype = accumulator_dtype(group.device)
-    g_sq, d_sq = torch.zeros(2, dtype=dtype, device=group.device).unbind()
+    norms = []
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
             gradient = objective_gradient(x.to(d.dtype), g, group.objective)
-            g_sq += square_norm(gradient)
-            if finite_only:
-                gradient = finite_part(gradient)
-            new = gradient if first else gradient + one_minus_a * d  # Alg. 1, line 1 or line 6
-            _write(d, new, skip)
-            d_sq += square_norm(d)
+            new = estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
+            _write((d,), (new,), skip)
+            norms.append((square_norm(gradient), square_norm(new)))
+    g_sq, d_sq = (reduce(torch.add, squares) for squares in zip(*norms))
     return g_sq, d_sq
+
+
+def estimated(
+    gradient: Tensor, d: Tensor, one_minus_a: Number, *, first: bool, finite_only: bool
+) -> Tensor:
+    """Return the new d."""
+    if finite_only:
+        gradient = finite_part(gradient)
+    return gradient if first else gradient + one_minus_a * d  # Alg. 1, line 1 or line 6
 
 
 def undo_estimate(group: TensorGroup, one_minus_a: float) -> None:
@@ -109,62 +123,36 @@ def untuned_step(
 
     A sample without a stride is not measured here.
     """
-    factors, sums_u_sq, sums_moved_sq = untuned_factors(coefficients), [], []
-    lists = group.params, group.grads, group.z_minus_x, group.grad_rms, group.samples
-    for i, (x, g, e_stored, s_stored, sample) in enumerate(zip(*lists)):
-        master = group.masters[i] if group.masters else None
-        by = UntunedFactors(*(row[i] for row in factors))
-        y, e, s, u = untuned_update(full_precision(x, master), g, e_stored, s_stored, by)
-        if e_stored.dtype != y.dtype:
-            memory = x if is_dense(x) else x.contiguous()
-            place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, memory.stride())
-            place = (place + sample.offset) & 0xFFFFFFFF
-            e, s = stochastic_round(torch.stack([e, s]), coefficients.step[i], place)
-        _write(x, y, skip)  # half-precision x is rounded once, at the end
-        _write(e_stored, e, skip)
-        _write(s_stored, s, skip)
-        if master is not None:
-            _write(master, y, skip)
-        sums_u_sq.append(square_norm(u))
-        moved_sq = torch.zeros_like(sums_u_sq[0])
-        sums_moved_sq.append(squared_displacement(group, i) if sample.stride else moved_sq)
-    return torch.stack(sums_u_sq), torch.stack(sums_moved_sq)
-
-
-class UntunedFactors(NamedTuple):
-    """What `untuned_update` multiplies with."""
-
-    alpha: Numbers
-    limit: Numbers
-    decay: Numbers
-    old_rms: Numbers  # sqrt(1 - w)
-    new_rms: Numbers  # sqrt(w)
-    ahead: Numbers  # c + (1 - b)(1 - c)
-    kept: Numbers  # 1 - c
-    grad_factor: Numbers
-
-
-def untuned_factors(coefficients: UntunedCoefficients) -> UntunedFactors:
-    """Return the factors of an update, for all tensors at once."""
-    alpha, limit, decay, w, c, grad_factor, _ = coefficients
-    kept = 1 - c
-    ahead = c + (1 - INTERPOLATION) * kept
-    factors = alpha, limit, decay, (1 - w) ** 0.5, w**0.5, ahead, kept, grad_factor
-    return UntunedFactors(*(f if isinstance(f, Tensor) else f.tolist() for f in factors))
+    sums, rows = [], [c if isinstance(c, Tensor) else c.tolist() for c in coefficients]
+    for i, x in enumerate(group.params):
+        stored = [x, group.z_minus_x[i], group.grad_rms[i], *group.masters[i : i + 1]]
+        _, old_e, old_s, *master = stored
+        by = UntunedCoefficients(*(row[i] for row in rows))
+        y, e, s, u = untuned_update(full_precision(x, *master), group.grads[i], old_e, old_s, by)
+        if old_e.dtype != y.dtype:
+            place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, dense_strides(x))
+            place = (place + group.samples[i].offset) & 0xFFFFFFFF
+            e, s = stochastic_round(torch.stack([e, s]), by.step, place)
+        _write(stored, (y, e, s, y), skip)  # half-precision x is rounded once, at the end
+        u_sq = square_norm(u)
+        measured = group.samples[i].stride > 0
+        sums.append((u_sq, squared_displacement(group, i) if measured else 0 * u_sq))
+    u_sq, moved_sq = map(torch.stack, zip(*sums))
+    return u_sq, moved_sq
 
 
 def untuned_update(
-    y: Tensor, g: Tensor, e: Tensor, s: Tensor, by: UntunedFactors
+    y: Tensor, g: Tensor, e: Tensor, s: Tensor, by: UntunedCoefficients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the new y, e and s, and u. The factors are numbers, or broadcast against y."""
-    b = INTERPOLATION
+    """Return the new y, e and s, and u. The coefficients are numbers, or broadcast against y."""
+    b, w, c = INTERPOLATION, by.grad_weight, by.average_weight
     g, e, s = by.grad_factor * g.to(y.dtype), e.to(y.dtype), s.to(y.dtype)
     # The root is stored, not the square: in float32 those of 1e-20 and 1e20 do not exist.
-    s = torch.hypot(by.old_rms * s, by.new_rms * g)
-    u = g / torch.where(s == 0, 1, s)
-    step = torch.clamp(by.alpha * u, min=-by.limit, max=by.limit) + by.decay * (y + b * e)
-    m = e - step
-    return y + (by.ahead * m - (1 - b) * e), by.kept * m, s, u
+    s = torch.hypot((1 - w) ** 0.5 * s, w**0.5 * g)
+    u = g / (s + (s == 0))  # 0 where there has been no gradient
+    step = torch.clamp(by.step_size * u, min=-by.max_move, max=by.max_move)
+    m = e - (step + by.decay * (y + b * e))
+    return y + ((c + (1 - b) * (1 - c)) * m - (1 - b) * e), (1 - c) * m, s, u
 
 
 def squared_displacement(group: TensorGroup, i: int) -> Tensor:
@@ -201,11 +189,12 @@ def finite_part(t: Tensor) -> Tensor:
 
 def square_norm(t: Tensor) -> Tensor:
     """Return |t|^2; in float32 it would lose digits, and overflow from 1e19 on."""
-    total = torch.zeros((), dtype=accumulator_dtype(t.device), device=t.device)
-    for (piece,) in _chunks(t):
-        wide = piece.reshape(-1).to(total.dtype)
-        total += torch.dot(wide, wide)
-    return total
+
+    def square(piece: Tensor) -> Tensor:
+        wide = piece.reshape(-1).to(accumulator_dtype(t.device))
+        return torch.dot(wide, wide)
+
+    return reduce(torch.add, (square(piece) for (piece,) in _chunks(t)))
 
 
 def stochastic_round(buffers: Tensor, t: Number, place: Tensor) -> Tensor:
@@ -230,8 +219,20 @@ def mix_bits(n: Tensor) -> Tensor:
     return n ^ (n >> 15)
 
 
-def _write(target: Tensor, value: Tensor, skip: Tensor | None) -> None:
-    target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
+def dense_strides(x: Tensor) -> tuple[int, ...]:
+    """Return the strides of x, or row-major ones if its elements do not fill a range of memory."""
+    if is_dense(x) and not x.is_contiguous():
+        return x.stride()
+    return row_major_strides(x.shape)
+
+
+def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def _write(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | None) -> None:
+    for target, value in zip(targets, values):
+        target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
