@@ -47,8 +47,9 @@ typedef struct {
     int64_t count;
     double *sums; /* two per tensor: |g|^2 and |d|^2, or the sums of u^2 and of (z - z_1)^2 */
     int threads;
+    double sign, l2;          /* of the objective */
     Dtype dtype, state_dtype; /* of the parameters, and of the two buffers of Untuned */
-    double alpha, one_minus_a, sign, l2;
+    double alpha, one_minus_a;
     int first, finite_only;
     const Coefficients *coefficients; /* one per tensor */
 } Arguments;
@@ -88,8 +89,6 @@ INLINE uint16_t to_half(float value, Dtype dtype) {
     /* Subnormal: adding 0.5 lets the processor round to a multiple of 2^-24. */
     return sign | (to_bits(from_bits(rest) + 0.5f) - 0x3F000000);
 }
-
-INLINE float rounded(float value, Dtype dtype) { return from_half(to_half(value, dtype), dtype); }
 
 /* A float that becomes a double and a float again is the same: the compiler leaves both out. */
 INLINE double load(const void *data, int64_t i, Dtype dtype) {
@@ -162,16 +161,26 @@ CLONES static void any_nonfinite(const Arguments *by, Chunk *chunk) {
 
 /* -- the passes: each returns 0, or -1 if there is no memory ------------------------------------- */
 
+/* Calls a loop with the dtype of the parameters and whether there is weight decay as constants. */
+#define SPECIALISE(LOOP, DECAYS)                                      \
+    if (WIDE_DTYPE == F64)                                            \
+        DECAYS ? LOOP(by, chunk, 1, F64) : LOOP(by, chunk, 0, F64);   \
+    else if (by->dtype == BF16)                                       \
+        DECAYS ? LOOP(by, chunk, 1, BF16) : LOOP(by, chunk, 0, BF16); \
+    else if (by->dtype == F16)                                        \
+        DECAYS ? LOOP(by, chunk, 1, F16) : LOOP(by, chunk, 0, F16);   \
+    else                                                              \
+        DECAYS ? LOOP(by, chunk, 1, F32) : LOOP(by, chunk, 0, F32)
+
+#define WIDE_DTYPE (sizeof(WIDE) == 8 ? F64 : F32)
 #define JOIN(function, type) function##_##type
 #define NAME_OF(function, type) JOIN(function, type)
 #define NAME(function) NAME_OF(function, WIDE)
 #define WIDE float
 #define BITS uint32_t
-#define MANTISSA 23
 #include "native.c"
 #define WIDE double
 #define BITS uint64_t
-#define MANTISSA 52
 #include "native.c"
 
 /* Runs a pass on all chunks. If it goes backwards, it begins with what the pass before it has left
@@ -216,17 +225,6 @@ int stormplus_untuned_step(const Arguments *by) {
 
 #else /* the loops, with arithmetic in WIDE */
 
-/* Calls a loop with the dtype of the parameters as a constant. */
-#define FOR_DTYPE(LOOP, ...)                    \
-    if (sizeof(WIDE) == 8)                      \
-        LOOP(by, chunk, __VA_ARGS__, F64);      \
-    else if (by->dtype == BF16)                 \
-        LOOP(by, chunk, __VA_ARGS__, BF16);     \
-    else if (by->dtype == F16)                  \
-        LOOP(by, chunk, __VA_ARGS__, F16);      \
-    else                                        \
-        LOOP(by, chunk, __VA_ARGS__, F32)
-
 INLINE void NAME(move_loop)(const Arguments *by, const Chunk *chunk, int decays, Dtype dtype) {
     const Tensor t = by->tensors[chunk->tensor];
     const WIDE alpha = (WIDE)by->alpha, sign = (WIDE)by->sign, l2 = (WIDE)by->l2;
@@ -242,14 +240,13 @@ INLINE void NAME(move_loop)(const Arguments *by, const Chunk *chunk, int decays,
 }
 
 CLONES static void NAME(move)(const Arguments *by, Chunk *chunk) {
-    FOR_DTYPE(NAME(move_loop), by->l2 != 0);
+    SPECIALISE(NAME(move_loop), by->l2 != 0);
 }
 
-INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int first, int decays,
-                                Dtype dtype) {
+INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int decays, Dtype dtype) {
     const Tensor t = by->tensors[chunk->tensor];
     const WIDE one_minus_a = (WIDE)by->one_minus_a, sign = (WIDE)by->sign, l2 = (WIDE)by->l2;
-    const int finite_only = by->finite_only;
+    const int first = by->first, finite_only = by->finite_only;
     WIDE *estimator = t.estimator;
     double g_sq = 0, d_sq = 0;
 #pragma omp simd reduction(+ : g_sq, d_sq)
@@ -258,7 +255,7 @@ INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int first, in
         if (decays) d += l2 * (WIDE)load(t.param, i, dtype);
         g_sq += (double)d * (double)d;
         d = (d - d != 0) & finite_only ? 0 : d; /* & and no branch: it vectorises */
-        if (!first) d += one_minus_a * estimator[i]; /* Alg. 1, line 6; without it line 1 */
+        d = first ? d : d + one_minus_a * estimator[i]; /* Alg. 1, line 1 or line 6 */
         estimator[i] = d;
         d_sq += (double)d * (double)d;
     }
@@ -267,19 +264,13 @@ INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int first, in
 }
 
 CLONES static void NAME(estimate)(const Arguments *by, Chunk *chunk) {
-    if (by->first) {
-        FOR_DTYPE(NAME(estimate_loop), 1, by->l2 != 0);
-    } else if (by->l2 != 0) {
-        FOR_DTYPE(NAME(estimate_loop), 0, 1);
-    } else {
-        FOR_DTYPE(NAME(estimate_loop), 0, 0);
-    }
+    SPECIALISE(NAME(estimate_loop), by->l2 != 0);
 }
 
 /* Updates s, and returns u = g / s with 0/0 = 0. The squares of 1e-20 and 1e20 are no float32, so both
    numbers are first scaled by a power of two, which is exact, such that the larger is near 1. */
 INLINE WIDE NAME(update_rms)(WIDE g, WIDE *s, WIDE w, WIDE one_minus_w) {
-    const BITS one = (BITS)1 << MANTISSA; /* in the exponent */
+    const BITS one = (BITS)1 << (WIDE_DTYPE == F64 ? 52 : 23); /* in the exponent */
     const BITS infinity = ((BITS)1 << (8 * sizeof(BITS) - 1)) - one;
     BITS g_bits, exponent;
     memcpy(&g_bits, &g, sizeof g), memcpy(&exponent, s, sizeof *s);
@@ -295,9 +286,9 @@ INLINE WIDE NAME(update_rms)(WIDE g, WIDE *s, WIDE w, WIDE one_minus_w) {
     return near_g / (root == 0 ? 1 : root);
 }
 
-/* Updates a part of a chunk, and returns the sum of u^2. */
-INLINE WIDE NAME(update)(const Tensor t, const Coefficients c, const Chunk *chunk, int decays,
-                         Dtype state, Dtype dtype) {
+/* Updates a portion of a chunk, and returns the sum of u^2. */
+INLINE WIDE NAME(update)(const Tensor t, const Coefficients c, int64_t start, int64_t stop,
+                         int decays, Dtype state, Dtype dtype) {
     const WIDE alpha = (WIDE)c.step_size, limit = (WIDE)c.max_move, decay = (WIDE)c.decay;
     const WIDE w = (WIDE)c.grad_weight, one_minus_w = (WIDE)(1 - c.grad_weight);
     const WIDE kept = (WIDE)(1 - c.average_weight), grad_factor = (WIDE)c.grad_factor;
@@ -307,11 +298,11 @@ INLINE WIDE NAME(update)(const Tensor t, const Coefficients c, const Chunk *chun
     const int has_master = dtype == BF16 || dtype == F16;
     WIDE *master = t.master, u_sq = 0;
 #pragma omp simd reduction(+ : u_sq)
-    for (int64_t i = chunk->start; i < chunk->stop; i++) {
+    for (int64_t i = start; i < stop; i++) {
         WIDE g = grad_factor * (WIDE)load(t.grad, i, dtype), s = (WIDE)load(t.grad_rms, i, state);
         WIDE u = NAME(update_rms)(g, &s, w, one_minus_w);
         WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
-        if (has_master) y = rounded(master[i], dtype) == y ? master[i] : y;
+        if (has_master) y = from_half(to_half(master[i], dtype), dtype) == y ? master[i] : y;
         WIDE move = alpha * u;
         move = move > limit ? limit : move < -limit ? -limit : move;
         if (decays) move += decay * (y + (WIDE)B * e);
@@ -345,13 +336,13 @@ INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, int64_t stride, 
     return moved_sq;
 }
 
-INLINE void NAME(untuned_loop)(const Arguments *by, Chunk *chunk, Dtype state, Dtype dtype) {
+INLINE void NAME(untuned_chunk)(const Arguments *by, Chunk *chunk, int decays, Dtype state,
+                                Dtype dtype) {
     const Tensor t = by->tensors[chunk->tensor];
     const Coefficients c = by->coefficients[chunk->tensor];
-    for (Chunk part = *chunk; part.start < chunk->stop; part.start = part.stop) {
-        part.stop = MIN(part.start + PORTION, chunk->stop);
-        chunk->sums[0] += c.decay != 0 ? NAME(update)(t, c, &part, 1, state, dtype)
-                                       : NAME(update)(t, c, &part, 0, state, dtype);
+    for (int64_t start = chunk->start; start < chunk->stop; start += PORTION) {
+        int64_t stop = MIN(start + PORTION, chunk->stop);
+        chunk->sums[0] += NAME(update)(t, c, start, stop, decays, state, dtype);
     }
     if (t.stride == 1) /* as a constant it is faster */
         chunk->sums[1] = NAME(measure)(t, chunk, 1, state, dtype);
@@ -359,19 +350,18 @@ INLINE void NAME(untuned_loop)(const Arguments *by, Chunk *chunk, Dtype state, D
         chunk->sums[1] = NAME(measure)(t, chunk, t.stride, state, dtype);
 }
 
+INLINE void NAME(untuned_loop)(const Arguments *by, Chunk *chunk, int decays, Dtype dtype) {
+    if (WIDE_DTYPE == F32 && by->state_dtype == BF16)
+        NAME(untuned_chunk)(by, chunk, decays, BF16, dtype);
+    else
+        NAME(untuned_chunk)(by, chunk, decays, WIDE_DTYPE, dtype);
+}
+
 CLONES static void NAME(untuned_step)(const Arguments *by, Chunk *chunk) {
-    if (sizeof(WIDE) == 8) {
-        NAME(untuned_loop)(by, chunk, F64, F64);
-    } else if (by->state_dtype == BF16) {
-        FOR_DTYPE(NAME(untuned_loop), BF16);
-    } else {
-        FOR_DTYPE(NAME(untuned_loop), F32);
-    }
+    SPECIALISE(NAME(untuned_loop), by->coefficients[chunk->tensor].decay != 0);
 }
 
 #undef WIDE
 #undef BITS
-#undef MANTISSA
-#undef FOR_DTYPE
 
 #endif

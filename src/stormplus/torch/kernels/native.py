@@ -57,12 +57,12 @@ class _Arguments(ctypes.Structure):
         ("count", ctypes.c_int64),
         ("sums", ctypes.POINTER(ctypes.c_double)),
         ("threads", ctypes.c_int),
+        ("sign", ctypes.c_double),
+        ("l2", ctypes.c_double),
         ("dtype", ctypes.c_int),
         ("state_dtype", ctypes.c_int),
         ("alpha", ctypes.c_double),
         ("one_minus_a", ctypes.c_double),
-        ("sign", ctypes.c_double),
-        ("l2", ctypes.c_double),
         ("first", ctypes.c_int),
         ("finite_only", ctypes.c_int),
         ("coefficients", ctypes.c_char_p),
@@ -76,8 +76,7 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
-    sign, l2 = group.objective
-    _run("move", group, alpha=alpha, sign=sign, l2=l2)
+    _run("move", group, alpha=alpha)
     _increment_version(group.params)  # autograd has not seen the writes
 
 
@@ -85,9 +84,8 @@ def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py."""
-    sign, l2 = group.objective
-    by = {"sign": sign, "l2": l2, "first": first, "finite_only": finite_only}
-    sums = _run("estimate", group, one_minus_a=one_minus_a, **by)
+    by = {"one_minus_a": one_minus_a, "first": first, "finite_only": finite_only}
+    sums = _run("estimate", group, **by)
     return sum(sums[::2]), sum(sums[1::2])
 
 
@@ -112,14 +110,14 @@ def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
     table, count = group.native_table or _table(group), len(group.params)
     group.native_table = table if name == "any_nonfinite" else None  # for the pass that follows
     sums, dtype = (ctypes.c_double * (2 * count))(), _DTYPES[group.params[0].dtype]
-    every = _Arguments(table, count, sums, torch.get_num_threads(), dtype, **arguments)
-    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(every)) < 0:
+    shared = table, count, sums, torch.get_num_threads(), *group.objective, dtype
+    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(_Arguments(*shared, **arguments))) < 0:
         raise MemoryError("the native passes could not allocate their chunks")
     return sums
 
 
 def _table(group: TensorGroup) -> bytes:
-    """Return an array of `Tensor` as in native.c."""
+    """Return an array of `Tensor` as in native.c; what the optimizer does not have is zero."""
     rows: list[int] = []
     if group.estimators:
         for x, g, d in zip(group.params, group.grads, group.estimators):
