@@ -14,11 +14,11 @@ def interpreter():
         return [
             name
             for name in sys.modules
-            if name.split(".")[0] == "triton" and not name.startswith("triton._C")
+            if (name.split(".")[0] == "triton" and not name.startswith("triton._C"))
+            or name == "stormplus.torch.kernels.triton_kernels"
         ]
 
     def forget():
-        triton._compiled.cache_clear()
         triton._uploaded.cache_clear()
         return {name: sys.modules.pop(name) for name in modules()}
 
