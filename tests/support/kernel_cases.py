@@ -1,6 +1,9 @@
 """Lists of tensors for a backend, its passes on copies of them, and what they must agree with."""
 
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import torch
@@ -24,6 +27,9 @@ class Kind:
     scale: float = 1.0
     layout: str = "contiguous"
     without: tuple = ()  # the backends that do not support it
+    entry: tuple | None = None  # a list, and one number in its last tensor
+    first_rows: tuple = ()  # where the tensors begin in larger ones, which have 300 rows
+    sample_stride: int | None = None  # None: as usual
 
     def draw(self, seed, dtype, scale=1.0):
         """Return a list of tensors."""
@@ -32,25 +38,45 @@ class Kind:
         return [LAYOUTS[self.layout]((scale * t).to(dtype)) for t in drawn]
 
     def pair(self):
-        return {
+        lists = {
             "params": self.draw(1, self.dtype),
             "grads": self.draw(2, self.grad_dtype or self.dtype, self.scale),
             "estimators": self.draw(3, wide_dtype(self.dtype), self.scale),
         }
+        self.set_entry(lists)
+        return lists
+
+    def set_entry(self, lists):
+        if self.entry is not None:
+            name, value = self.entry
+            lists[name][-1][3, 3] = value
+
+    def samples(self, tensors):
+        samples = [Sample(t) for t in tensors]
+        for i, row in enumerate(self.first_rows):
+            columns = tensors[i].shape[1]
+            samples[i] = Sample(torch.empty(300, columns))
+            samples[i].offset = row * columns
+        if self.sample_stride is not None:
+            for sample in samples:
+                sample.stride = self.sample_stride
+        return samples
 
     def untuned(self):
         wide = wide_dtype(self.dtype)
         state_dtype = self.state_dtype or wide
         exact = self.draw(1, wide)
+        samples = self.samples(exact)
         lists = {
             "params": [t.to(self.dtype) for t in exact],
             "grads": self.draw(2, self.grad_dtype or self.dtype, self.scale),
             "z_minus_x": self.draw(3, state_dtype, 0.01),
             "grad_rms": [t.abs() for t in self.draw(4, state_dtype, self.scale)],
-            "initial_sample": [torch.linspace(-1, 1, Sample(t).count, dtype=wide) for t in exact],
+            "initial_sample": [torch.linspace(-1, 1, s.count, dtype=wide) for s in samples],
             "masters": exact if wide != self.dtype else [],
-            "samples": [Sample(t) for t in exact],
+            "samples": samples,
         }
+        self.set_entry(lists)
         if lists["masters"]:
             lists["params"][-1].view(-1)[7] = 3.0  # written to by the user
         return lists
@@ -88,6 +114,12 @@ UNTUNED_KINDS = KINDS | {
     "channels last, bfloat16 state": Kind(shapes=IMAGES, layout="channels last", state_dtype=BF16),
     "gaps, bfloat16 state": Kind(layout="gaps", state_dtype=BF16, without=(native, triton)),
 }
+
+
+def shard(sample_stride=None):
+    """Return a kind whose tensors are parts of larger ones."""
+    shapes = (100, 20), (7, 20)
+    return Kind(state_dtype=BF16, shapes=shapes, first_rows=(100, 293), sample_stride=sample_stride)
 
 
 def copied(value):
@@ -167,15 +199,35 @@ OBJECTIVES = {
     "L2": {"l2": 0.1},
     "maximize": {"sign": -1.0, "l2": 0.1},
 }
+NONFINITE = [math.nan, -math.inf]
 
 
-def shard(sample_stride=None, **options):
-    """Return lists whose tensors are parts of larger ones."""
-    lists = Kind(shapes=((100, 20), (7, 20)), **{"state_dtype": BF16} | options).untuned()
-    whole = torch.empty(300, 20)
-    lists["samples"] = [Sample(whole), Sample(whole)]
-    lists["initial_sample"] = [torch.linspace(-1, 1, s.count) for s in lists["samples"]]
-    for sample, row in zip(lists["samples"], (100, 293)):
-        sample.offset = 20 * row
-        sample.stride = sample.stride if sample_stride is None else sample_stride
-    return lists
+@dataclass(frozen=True)
+class Case:
+    """A pass, and what it runs on."""
+
+    run: Callable
+    kind: Kind
+    options: dict
+
+    def lists(self):
+        return self.kind.untuned() if self.run is untuned else self.kind.pair()
+
+
+def cases():
+    """Return all passes that must equal the plain one."""
+    rows = [(run, name, kind, {}) for name, kind in KINDS.items() for run in (moved, estimated)]
+    rows += [(untuned, name, kind, {}) for name, kind in UNTUNED_KINDS.items()]
+    unread = Kind(BF16, entry=("estimators", math.nan))
+    for name, options in OBJECTIVES.items():
+        rows += [(run, name, Kind(BF16), options) for run in (moved, estimated)]
+        rows.append((estimated, f"{name}, first", unread, options | {"first": True}))
+    for dtype, value in zip((F32, F16), NONFINITE):
+        for only in (True, False):
+            kind = Kind(dtype, entry=("grads", value))
+            rows.append((estimated, f"{value}, {only}", kind, {"finite_only": only}))
+    for dtype, value in product((F32, BF16), NONFINITE):
+        kind = Kind(state_dtype=dtype, entry=("grads", value))
+        rows.append((untuned, f"{value}, {dtype} state", kind, {}))
+    rows += [(untuned, f"shard, stride {k}", shard(k), {}) for k in (None, 1, 7)]
+    return {f"{run.__name__}, {name}": Case(run, *rest) for run, name, *rest in rows}

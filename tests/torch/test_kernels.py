@@ -13,11 +13,10 @@ from kernel_cases import (
     F16,
     F32,
     F64,
-    KINDS,
-    OBJECTIVES,
-    UNTUNED_KINDS,
+    Case,
     Kind,
     assert_tensors_agree,
+    cases,
     estimated,
     group_of,
     moved,
@@ -47,64 +46,24 @@ def each_backend(backends, cases=None):
     """Run a test on all backends, with all cases that they support."""
     params = []
     for backend in backends:
-        name = backend.__name__.split(".")[-1]
+        short, marks = backend.__name__.split(".")[-1], BACKENDS[backend]
         if cases is None:
-            params.append(pytest.param(backend, id=name, marks=BACKENDS[backend]))
+            params.append(pytest.param(backend, id=short, marks=marks))
             continue
-        for case, value in cases.items():
-            if backend not in getattr(value, "without", ()):
-                params.append(
-                    pytest.param(backend, value, id=f"{name}, {case}", marks=BACKENDS[backend])
-                )
+        for name, case in cases.items():
+            if not isinstance(case, Case) or backend not in case.kind.without:
+                params.append(pytest.param(backend, case, id=f"{short}, {name}", marks=marks))
     return pytest.mark.parametrize("backend" if cases is None else ("backend", "case"), params)
 
 
-def assert_passes_agree(backend, run, lists, *, exact=False, sums=1e-6, **options):
-    actual, actual_sums = run(backend, lists, **options)
-    expected, expected_sums = run(plain, lists, **options)
-    assert_tensors_agree(actual, expected, exact)
-    np.testing.assert_allclose(actual_sums, expected_sums, rtol=sums)
-
-
-@each_backend(FAST, KINDS)
-def test_move_equals_the_plain_one(backend, case):
-    assert_passes_agree(backend, moved, case.pair(), exact=backend is triton)
-
-
-@each_backend(FAST, OBJECTIVES)
-def test_move_has_the_options_of_the_plain_one(backend, case):
-    assert_passes_agree(backend, moved, Kind(BF16).pair(), exact=backend is triton, **case)
-
-
-@each_backend(FAST, KINDS)
-def test_estimate_equals_the_plain_one(backend, case):
-    assert_passes_agree(backend, estimated, case.pair(), exact=backend is triton)
-
-
-@each_backend(FAST, OBJECTIVES)
-@pytest.mark.parametrize("first", [True, False])
-def test_estimate_has_the_options_of_the_plain_one(backend, case, first):
-    lists = Kind(BF16).pair()
-    if first:
-        lists["estimators"][-1][3, 3] = math.nan  # is not read
-    assert_passes_agree(backend, estimated, lists, exact=backend is triton, first=first, **case)
-
-
-@each_backend(FAST)
-@pytest.mark.parametrize("finite_only", [True, False])
-@pytest.mark.parametrize(("dtype", "value"), [(F32, math.nan), (F16, -math.inf)], ids=str)
-def test_estimate_leaves_out_what_is_not_finite(backend, dtype, value, finite_only):
-    lists = Kind(dtype).pair()
-    lists["grads"][-1][3, 3] = value
-    found, expected = (estimated(b, lists, finite_only=finite_only) for b in (backend, plain))
-    assert_tensors_agree(found[0], expected[0])
-    assert not math.isfinite(found[1][0])  # |g|^2 shows it
-
-
-@each_backend(FAST, UNTUNED_KINDS)
-def test_untuned_step_equals_the_plain_one(backend, case):
-    sums = 1e-6 if backend is triton else 1e-5
-    assert_passes_agree(backend, untuned, case.untuned(), sums=sums)
+@each_backend(FAST, cases())
+def test_a_pass_equals_the_plain_one(backend, case):
+    lists = case.lists()
+    actual, actual_sums = case.run(backend, lists, **case.options)
+    expected, expected_sums = case.run(plain, lists, **case.options)
+    assert_tensors_agree(actual, expected, exact=backend is triton and case.run is not untuned)
+    rtol = 1e-5 if case.run is untuned and backend is not triton else 1e-6
+    np.testing.assert_allclose(actual_sums, expected_sums, rtol=rtol)
 
 
 @each_backend(FAST, {"1e-38": 1e-38, "1e38": 1e38})
@@ -115,24 +74,9 @@ def test_untuned_step_with_gradients_at_the_ends_of_float32(backend, case):
     torch.testing.assert_close(actual["grad_rms"], expected["grad_rms"], rtol=3e-6, atol=3e-45)
 
 
-@each_backend(FAST, {"float32 state": F32, "bfloat16 state": BF16})
-@pytest.mark.parametrize("bad", [math.nan, -math.inf])
-def test_untuned_step_keeps_what_is_not_finite(backend, case, bad):
-    lists = Kind(state_dtype=case).untuned()
-    lists["grads"][-1][3, 3] = bad
-    assert_passes_agree(backend, untuned, lists, sums=1e-5)
-
-
-@each_backend(
-    FAST, {"sampled": {}, "everywhere": {"sample_stride": 1}, "7th": {"sample_stride": 7}}
-)
-def test_untuned_step_on_parts_of_larger_tensors(backend, case):
-    assert_passes_agree(backend, untuned, shard(**case), sums=1e-5)
-
-
 @each_backend([plain, *FAST])
 def test_a_sample_without_a_stride_is_not_measured(backend):
-    _, (u_sq, moved_sq) = untuned(backend, shard(sample_stride=0))
+    _, (u_sq, moved_sq) = untuned(backend, shard(sample_stride=0).untuned())
     assert moved_sq.tolist() == [0.0, 0.0]
     assert (u_sq > 0).all()
 
@@ -160,26 +104,26 @@ def test_displacement_is_not_finite_if_a_parameter_overflows_and_its_master_does
 
 @pytest.mark.parametrize("run", [moved, estimated, untuned])
 def test_several_slabs_equal_one(monkeypatch, run):
-    lists = Kind().untuned() if run is untuned else Kind().pair()
+    lists = Case(run, Kind(), {}).lists()
     whole = run(multi_tensor, lists)
     monkeypatch.setattr(multi_tensor, "_CPU_SLAB", 1030)
     torch.testing.assert_close(run(multi_tensor, lists), whole, rtol=1e-12, atol=0)
 
 
 PASSES = {
-    "move": (moved, Kind().pair()),
-    "move, bfloat16": (moved, Kind(BF16).pair()),
-    "estimate": (estimated, Kind().pair()),
-    "untuned_step": (untuned, Kind().untuned()),
-    "untuned_step, bfloat16": (untuned, Kind(BF16).untuned()),
-    "untuned_step, bfloat16 state": (untuned, Kind(state_dtype=BF16).untuned()),
+    "move": Case(moved, Kind(), {}),
+    "move, bfloat16": Case(moved, Kind(BF16), {}),
+    "estimate": Case(estimated, Kind(), {}),
+    "untuned_step": Case(untuned, Kind(), {}),
+    "untuned_step, bfloat16": Case(untuned, Kind(BF16), {}),
+    "untuned_step, bfloat16 state": Case(untuned, Kind(state_dtype=BF16), {}),
 }
 
 
 @each_backend([plain, multi_tensor, triton], PASSES)  # skipping is for devices
 def test_a_pass_that_is_skipped_changes_nothing(backend, case):
-    run, lists = case
-    found, _ = run(backend, lists, skip=torch.tensor(True))
+    lists = case.lists()
+    found, _ = case.run(backend, lists, skip=torch.tensor(True))
     assert_same(found, {name: lists[name] for name in found})
 
 

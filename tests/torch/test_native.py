@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from kernel_cases import BF16, F16, F32, F64, Kind, estimated, group_of, untuned
+from kernel_cases import BF16, F16, F32, F64, Case, Kind, estimated, group_of, untuned
 from optimizers import assert_same, every, halves, noise
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
@@ -69,8 +69,8 @@ def test_one_number_that_is_not_finite_is_found_among_many(dtype, place, value):
 @pytest.mark.parametrize("count", [2, 5])
 @pytest.mark.parametrize("run", [estimated, untuned])
 def test_a_pass_does_not_depend_on_the_number_of_threads(run, count):
-    kind, before, found = Kind(shapes=SHAPES), torch.get_num_threads(), []
-    lists = kind.untuned() if run is untuned else kind.pair()
+    before, found = torch.get_num_threads(), []
+    lists = Case(run, Kind(shapes=SHAPES), {}).lists()
     try:
         for threads in (1, count):
             torch.set_num_threads(threads)
