@@ -105,7 +105,7 @@ class _Rows:
         counts = [-(-size // _WIDTH) for size in self.sizes]
         self.layouts, self.device = layouts, device
         self.starts = [_WIDTH * sum(counts[:i]) for i in range(len(counts))]
-        self._zeros = torch.zeros(8 * _WIDTH, dtype=torch.uint8, device=device)
+        self._padding: dict[torch.dtype, Tensor] = {}
         owner = _repeated(counts)
         offsets = [sample.offset for sample in samples] or [0] * len(counts)
         first = torch.tensor([a - b for a, b in zip(self.starts, offsets)], device="cpu")
@@ -128,8 +128,10 @@ class _Rows:
         pieces: dict[torch.dtype, list[Tensor]] = {}
         for tensors in lists:
             dtype = tensors[0].dtype
+            if dtype not in self._padding:
+                self._padding[dtype] = torch.zeros(_WIDTH, dtype=dtype, device=self.device)
             for t, size, layout in zip(tensors, self.sizes, self.layouts):
-                padding = self._zeros.view(dtype)[: -size % _WIDTH]
+                padding = self._padding[dtype][: -size % _WIDTH]
                 pieces.setdefault(dtype, []).extend([_flat(t, layout), padding])
         together = {
             dtype: iter(torch.cat(flat).view(-1, len(self.owner), _WIDTH).unbind())

@@ -50,9 +50,8 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
-    tables = _tables(x=group.params, g=group.grads, d=group.estimators)
-    by = {"alpha": alpha, "sign": group.objective.sign, "l2": group.objective.l2 or None}
-    _launch("move_kernel", len(tables["chunks"]), **tables, **by, skip=skip)
+    tables = _pair_tables(group)
+    _launch("move_kernel", len(tables["chunks"]), **tables, alpha=alpha, skip=skip)
     _increment_version(group.params)  # autograd has not seen the writes
 
 
@@ -60,14 +59,9 @@ def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py. If the pass is skipped, both are zero."""
-    tables = _tables(x=group.params, g=group.grads, d=group.estimators)
-    by = {
-        "one_minus_a": one_minus_a,
-        "sign": group.objective.sign,
-        "l2": group.objective.l2 or None,
-    }
-    by |= {"skip": skip, "FIRST": first, "FINITE_ONLY": finite_only}
+    tables = _pair_tables(group)
     sums = _empty_sums(group, 2, len(tables["chunks"]))
+    by = {"one_minus_a": one_minus_a, "FIRST": first, "FINITE_ONLY": finite_only, "skip": skip}
     _launch("estimate_kernel", len(tables["chunks"]), **tables, **by, g_sq=sums[0], d_sq=sums[1])
     g_sq, d_sq = sums.sum(1).unbind()
     return g_sq, d_sq
@@ -101,6 +95,12 @@ def untuned_step(
     _launch("measure_kernel", len(params), **tables, **by)
     _increment_version(params)  # autograd has not seen the writes
     return u_sq, moved_sq
+
+
+def _pair_tables(group: TensorGroup) -> dict[str, Any]:
+    sign, l2 = group.objective
+    lists = {"x": group.params, "g": group.grads, "d": group.estimators}
+    return _tables(**lists) | {"sign": sign, "l2": l2 or None}
 
 
 def _empty_sums(group: TensorGroup, *shape: int) -> Tensor:
