@@ -16,7 +16,7 @@ PyTree: TypeAlias = Any
 # A tree (or a prefix of one, or a function of the parameters that returns either).
 TreeOrFunction: TypeAlias = PyTree | Callable[[PyTree], PyTree]
 
-_SMALL = 8192  # elements
+_SMALL = 8191  # elements
 
 
 def accumulator_dtype() -> jnp.dtype[Any]:
@@ -201,6 +201,31 @@ def root_mean_squares(leaves: Sequence[jax.Array]) -> jax.Array:
         for leaf, scale_i in zip(leaves, scale)
     ]
     return scale * square_root(jnp.array(squares, dtype))
+
+
+def sums_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
+    """Return |.|^2 of each leaf."""
+    dtype = accumulator_dtype()
+    if not leaves:
+        return jnp.zeros(0, dtype)
+    small = [i for i, leaf in enumerate(leaves) if _can_concatenate(leaf)]
+    large = [i for i, leaf in enumerate(leaves) if not _can_concatenate(leaf)]
+    groups = stack_equal_sizes([leaves[i].reshape(-1).astype(dtype) for i in small])
+    order = [small[i] for which, _ in groups for i in which] + large
+    sums = [jnp.sum(jnp.square(rows), axis=1) for _, rows in groups]
+    sums += [_sum_of_squares(leaves[i])[None] for i in large]
+    return jnp.concatenate(sums)[np.argsort(order)]
+
+
+def stack_equal_sizes(vectors: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
+    """Stack vectors of equal size: each matrix, with the places of its rows in `vectors`."""
+    groups: dict[int, list[int]] = {}
+    for i, vector in enumerate(vectors):
+        groups.setdefault(vector.size, []).append(i)
+    return [
+        (which, jnp.concatenate([vectors[i] for i in which]).reshape(len(which), size))
+        for size, which in groups.items()
+    ]
 
 
 def square_root(square: jax.Array) -> jax.Array:

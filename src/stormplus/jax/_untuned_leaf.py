@@ -1,7 +1,8 @@
-"""One leaf of `untuned`: its update, its rounding, and its sample of coordinates.
+"""One leaf of `untuned`: its step, its rounding, and its sample of coordinates.
 
 XLA compiles equal kernels once. These functions are therefore compiled per shape and not per leaf:
-what differs between leaves of one shape comes in as an operand, never as a constant.
+what differs between leaves of one shape comes in as an operand, never as a constant. Compile time
+also grows with the number of instructions per leaf, so there are few.
 """
 
 from __future__ import annotations
@@ -15,99 +16,110 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from stormplus import untuned_rule
-from stormplus.jax._trees import accumulator_dtype, is_masked, wide_dtype
+from stormplus.jax._trees import is_masked, wide_dtype
 from stormplus.untuned_rule import INTERPOLATION
 from stormplus.versions import explicit_mesh
 
 _REPLICATED = PartitionSpec(None)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-class LeafInput(NamedTuple):
-    """What a step is computed from.
+class UntunedFactors(NamedTuple):
+    """What a step multiplies with; the names are those of torch/kernels/plain.py.
 
-    Attributes:
-        p: The parameter.
-        master: y in float32 if `p` is in half precision, or a hole.
-        g: The gradient.
-        z_minus_x: e.
-        grad_rms: s.
-        numbers: alpha, the largest move of a coordinate, and the fraction that decays.
+    The first three have one entry per leaf, and after `of_each_leaf` they are numbers too.
     """
 
-    p: jax.Array
-    master: Any
-    g: jax.Array
-    z_minus_x: jax.Array
-    grad_rms: jax.Array
-    numbers: jax.Array
+    alpha: jax.Array  # the step in units of s
+    limit: jax.Array  # the largest change of one coordinate
+    decay: jax.Array | None  # the fraction of z that weight decay removes; None without it
+    old_rms: jax.Array  # sqrt(1 - w), with w the weight of g^2 in s^2
+    new_rms: jax.Array  # sqrt(w)
+    ahead: jax.Array  # c + (1 - b)(1 - c), with c the weight of z in the average
+    kept: jax.Array  # 1 - c
+
+    @classmethod
+    def at(
+        cls, t: jax.Array, alpha: jax.Array, limit: jax.Array, decay: jax.Array | None
+    ) -> UntunedFactors:
+        """Return the factors of the t-th step."""
+        w, c = untuned_rule.grad_weight(t), untuned_rule.average_weight(t)
+        ahead = c + (1 - INTERPOLATION) * (1 - c)
+        return cls(alpha, limit, decay, jnp.sqrt(1 - w), jnp.sqrt(w), ahead, 1 - c)
+
+    def of_each_leaf(self) -> list[UntunedFactors]:
+        own = [factor for factor in self[:3] if factor is not None]
+        table, count = jnp.concatenate(own), len(self.alpha)
+        columns = count * np.arange(len(own), dtype=np.uint32)
+        # Not `table[columns + i]`: constant indices would be part of the kernels of one leaf.
+        rows = [_take(table, columns + np.uint32(i)) for i in range(count)]
+        names = ("alpha", "limit", "decay")
+        return [self._replace(**dict(zip(names, row))) for row in rows]
+
+
+@jax.jit
+def _take(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
+    return list(table.at[indices].get(mode="promise_in_bounds"))
+
+
+@jax.jit
+def normalize(g: jax.Array, s: jax.Array, by: UntunedFactors) -> tuple[jax.Array, jax.Array]:
+    """Return the new s, and u = g / s: NaN where g is not finite, 0 where no gradient has been."""
+    old_rms, new_rms = by.old_rms.astype(g.dtype), by.new_rms.astype(g.dtype)
+    # The root of the sum of two squares, which in float32 do not exist for 1e-20 and 1e20.
+    s = jax.lax.abs(jax.lax.complex(old_rms * s.astype(g.dtype), new_rms * g))
+    return s, g / jnp.where(s == 0, 1, s)
 
 
 class LeafStep(NamedTuple):
-    """What a step returns for a leaf: its update, its new buffers, and the sum of u^2."""
+    """What a step returns for a leaf: its update and its new buffers."""
 
     update: jax.Array
     master: Any
     z_minus_x: jax.Array
     grad_rms: jax.Array
-    square_sum: jax.Array
 
 
-class Shared(NamedTuple):
-    """What all leaves share in a step.
-
-    Attributes:
-        step: t.
-        finite: Whether all gradients are; without it the step has no effect.
-        sqrt_old: The root of 1 - w, with w the weight of g^2 in s^2.
-        sqrt_new: The root of w.
-        keep: 1 - c, with c the weight of z in the average.
-        follow: How far y follows z.
-    """
-
-    step: jax.Array
-    finite: jax.Array
-    sqrt_old: jax.Array
-    sqrt_new: jax.Array
-    keep: jax.Array
-    follow: jax.Array
-
-    @classmethod
-    def at(cls, step: jax.Array, finite: jax.Array) -> Shared:
-        t = step.astype(accumulator_dtype())
-        w, c = untuned_rule.grad_weight(t), untuned_rule.average_weight(t)
-        follow = c + (1 - INTERPOLATION) * (1 - c)
-        return cls(step, finite, jnp.sqrt(1 - w), jnp.sqrt(w), 1 - c, follow)
-
-
-@functools.partial(jax.jit, static_argnames=("decays", "state_dtype"))
-def step_leaf(leaf: LeafInput, shared: Shared, *, decays: bool, state_dtype: Any) -> LeafStep:
+@functools.partial(jax.jit, static_argnames="state_dtype")
+def step_leaf(
+    p: jax.Array,
+    u: jax.Array,
+    by: UntunedFactors,
+    *,
+    master: Any,
+    e: jax.Array,
+    s: jax.Array,
+    s_new: jax.Array,
+    step: jax.Array,
+    finite: jax.Array,
+    state_dtype: Any,
+) -> LeafStep:
     """Make one step.
 
     Args:
-        leaf: The leaf's own arrays.
-        shared: What all leaves share.
-        decays: Whether there is weight decay.
+        p: The parameter.
+        u: The gradient divided by `s_new`.
+        by: The factors of this leaf.
+        master: y in float32 if `p` is in half precision, or a hole.
+        e: z - x.
+        s: The root mean square gradient before the step.
+        s_new: The one after it.
+        step: t.
+        finite: Whether all gradients are. If not, the step has no effect.
         state_dtype: The dtype in which e and s are stored, or None for their own.
     """
-    p, master, g, e, s, numbers = leaf
-    dtype, finite = wide_dtype(p), shared.finite
-    alpha, limit, decay = numbers.astype(dtype)
-    sqrt_old, sqrt_new, keep, follow = (x.astype(dtype) for x in shared[2:])
-    y, e_old, s_old = full_precision(p, master), e.astype(dtype), s.astype(dtype)
+    dtype = wide_dtype(p)
+    by = jax.tree.map(lambda factor: factor.astype(dtype), by)
+    y, e_old = full_precision(p, master), e.astype(dtype)
 
-    s_new = jnp.where(finite, _hypot(sqrt_old * s_old, sqrt_new * g), s_old)
-    u = g / jnp.where(s_new == 0, 1, s_new)  # 0 where there has been no gradient
-    move = jnp.clip(alpha * u, -limit, limit)
-    if decays:
-        move = move + decay * (y + INTERPOLATION * e_old)
-
+    move = jnp.clip(by.alpha * u, -by.limit, by.limit)
+    if by.decay is not None:
+        move = move + by.decay * (y + INTERPOLATION * e_old)
     # z <- z - move, x <- x + c (z - x), y <- (1 - b) z + b x, in terms of y and e = z - x.
     m = e_old - move
-    change = jnp.where(finite, follow * m - (1 - INTERPOLATION) * e_old, 0)
-    e_new = keep * m
+    change = jnp.where(finite, by.ahead * m - (1 - INTERPOLATION) * e_old, 0)
+    e_new = by.kept * m
     if state_dtype is not None:
-        e_new = stochastic_round(e_new, shared.step, 0)
-        s_new = stochastic_round(s_new, shared.step, 1)
+        e_new, s_new = stochastic_round(e_new, step, 0), stochastic_round(s_new, step, 1)
     if not is_masked(master):
         master = jnp.where(finite, y + change, master)
         change = _round_to(p.dtype, master) - p.astype(dtype)
@@ -115,17 +127,8 @@ def step_leaf(leaf: LeafInput, shared: Shared, *, decays: bool, state_dtype: Any
         update=change.astype(p.dtype),
         master=master,
         z_minus_x=jnp.where(finite, e_new, e),
-        grad_rms=s_new.astype(s.dtype),
-        square_sum=jnp.sum(jnp.square(u.astype(accumulator_dtype()))),
+        grad_rms=jnp.where(finite, s_new, s),
     )
-
-
-def _hypot(a: jax.Array, b: jax.Array) -> jax.Array:
-    """Return the root of a^2 + b^2 for a >= 0; in float32 1e-20 and 1e20 have no square."""
-    b = jnp.abs(b)
-    larger = jnp.maximum(a, b)
-    ratio = jnp.minimum(a, b) / jnp.where(larger == 0, 1, larger)
-    return larger * jnp.sqrt(1 + ratio * ratio)
 
 
 # -- half precision --------------------------------------------------------------------------
@@ -185,40 +188,29 @@ def _mix_bits(n: jax.Array) -> jax.Array:
 # -- the sample of coordinates on which the displacement is measured -------------------------
 
 
-@jax.jit
-def fast_iterate_sample(p: jax.Array, master: Any, e: jax.Array) -> jax.Array:
-    """Return z on the sample of its coordinates."""
-    y = full_precision(p, master)
-    return sample(y) + INTERPOLATION * sample(e).astype(y.dtype)
-
-
 def sample(leaf: jax.Array) -> jax.Array:
     """Return every k-th coordinate of the flattened leaf, with k = `sample_stride`, replicated."""
-    mesh = explicit_mesh(leaf)
-    if mesh is None and untuned_rule.sample_stride(leaf.size) == 1:
-        return leaf.ravel()
+    whole = explicit_mesh(leaf) is None and untuned_rule.sample_stride(leaf.size) == 1
+    coordinates: jax.Array = leaf.reshape(-1) if whole else _gather_sample(leaf)
+    return coordinates
+
+
+@jax.jit
+def _gather_sample(leaf: jax.Array) -> jax.Array:
     # Gathered by index, so that a sharded leaf need not be flattened.
+    mesh = explicit_mesh(leaf)
+    # A mesh with explicit axes needs `out_sharding`, an argument that jax 0.4 does not have.
+    options: dict[str, Any] = (
+        {} if mesh is None else {"out_sharding": NamedSharding(mesh, _REPLICATED)}
+    )
     leaf = leaf if leaf.ndim else leaf[None]
     at = leaf.at[_sample_indices(leaf.shape)]
-    # A mesh with explicit axes needs `out_sharding`, an argument that jax 0.4 does not have.
-    return at.get() if mesh is None else at.get(out_sharding=NamedSharding(mesh, _REPLICATED))
+    gathered: jax.Array = at.get(mode="promise_in_bounds", **options)
+    return gathered
 
 
 @functools.lru_cache(maxsize=1024)
 def _sample_indices(shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], ...]:
     size = int(np.prod(shape, dtype=object))
     flat = np.arange(0, size, untuned_rule.sample_stride(size))
-    return tuple(index.astype(np.int32) for index in np.unravel_index(flat, shape))
-
-
-def rows(table: jax.Array) -> list[jax.Array]:
-    """Return the rows of a matrix, each read through an index that is an operand.
-
-    `table[i]` would be a constant in the kernel of leaf i. So would an index of one entry.
-    """
-    return [_first_of(table, np.array([i, i + 1], np.int32)) for i in range(table.shape[0])]
-
-
-@jax.jit
-def _first_of(table: jax.Array, indices: jax.Array) -> jax.Array:
-    return table.at[indices].get(mode="clip")[0]
+    return tuple(index.astype(np.uint32) for index in np.unravel_index(flat, shape))

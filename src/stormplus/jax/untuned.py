@@ -30,21 +30,19 @@ from stormplus.jax._trees import (
     PyTree,
     TreeOrFunction,
     accumulator_dtype,
-    all_finite,
     broadcast_prefix,
     is_masked,
-    largest_magnitudes,
     root_mean_squares,
     safe_increment,
     square_root,
+    stack_equal_sizes,
+    sums_of_squares,
     widen,
 )
 from stormplus.jax._untuned_leaf import (
-    LeafInput,
-    Shared,
-    fast_iterate_sample,
+    UntunedFactors,
     full_precision,
-    rows,
+    normalize,
     sample,
     step_leaf,
 )
@@ -182,42 +180,43 @@ def untuned(
         scalars = UntunedScalars(*(getattr(state, name) for name in UntunedScalars._fields))
         eta = untuned_rule.next_step_size(scalars, jnp)
         scale = _per_leaf("factor", factor, layout, params, state.step)
-        alpha, limit = scale * eta, scale * scalars.distance
-        rate = _per_leaf("weight_decay", weight_decay, layout, params, state.step)
-        decay = untuned_rule.decay_factor(
-            rate, alpha, _natural_scales(layout), scalars.ceiling, jnp
-        )
-        # Beyond the paper: a non-finite gradient has no effect; `eta` catches parameters that
-        # were not finite at the start.
-        finite = all_finite((largest_magnitudes(g), eta))
-        step = safe_increment(state.step)
-        per_leaf = rows(jnp.stack([alpha, limit, decay], axis=1))
-        shared = Shared.at(step, finite)
+        alpha = scale * eta
+        decay = None
+        if decays:
+            rate = _per_leaf("weight_decay", weight_decay, layout, params, state.step)
+            natural = _natural_scales(layout)
+            decay = untuned_rule.decay_factor(rate, alpha, natural, scalars.ceiling, jnp)
+        t = state.step.astype(eta.dtype) + 1
+        factors = UntunedFactors.at(t, alpha, scale * scalars.distance, decay).of_each_leaf()
 
         # Each leaf
+        normalized = [normalize(*arrays) for arrays in zip(g, s, factors)]
+        sizes = np.array([max(p_i.size, 1) for p_i in p])
+        mean_square = sums_of_squares([u for _, u in normalized]) / sizes
+        # Beyond the paper: a non-finite gradient has no effect. `mean_square` is finite iff every
+        # gradient is; `eta` catches parameters that were not finite at the start.
+        finite = jnp.isfinite(jnp.sum(mean_square + 0 * eta))
+        shared = {"step": safe_increment(state.step), "finite": finite, "state_dtype": state_dtype}
         new = [
-            step_leaf(LeafInput(*arrays), shared, decays=decays, state_dtype=state_dtype)
-            for arrays in zip(p, master, g, e, s, per_leaf)
+            step_leaf(p_i, u, by, master=master_i, e=e_i, s=s_i, s_new=s_new, **shared)
+            for p_i, (s_new, u), by, master_i, e_i, s_i in zip(p, normalized, factors, master, e, s)
         ]
         param_updates = layout.zero_filled_tree(leaf.update for leaf in new)
 
         def if_finite(value: Any, old: jax.Array) -> jax.Array:
             return jnp.where(finite, value, old).astype(old.dtype)
 
-        sizes = np.array([max(p_i.size, 1) for p_i in p])
         if p:  # the rule compares leaves: there must be one
             # Measured on what is returned: XLA would have to copy what that is computed from.
             p_new = layout.select(jax.tree.leaves(optax.apply_updates(params, param_updates)))
-            z = [
-                fast_iterate_sample(p_i, leaf.master, leaf.z_minus_x)
-                for p_i, leaf in zip(p_new, new)
-            ]
+            new_e = [leaf.z_minus_x for leaf in new]
+            y = [p_i if is_masked(leaf.master) else leaf.master for p_i, leaf in zip(p_new, new)]
             after = untuned_rule.after_step(
                 scalars,
                 step_size=eta,
                 alpha=alpha,
-                mean_square=jnp.stack([leaf.square_sum for leaf in new]) / sizes,
-                displacement=_displacement(z, state.initial_sample, scalars.ceiling),
+                mean_square=mean_square,
+                displacement=_displacement(y, new_e, state),
                 eligible=_eligible(layout),
                 xp=jnp,
             )
@@ -226,7 +225,7 @@ def untuned(
             after = after._replace(effective_steps=after.effective_steps._replace(lost=lost))
             scalars = jax.tree.map(if_finite, after, scalars)
         return param_updates, state._replace(
-            **scalars._replace(step=if_finite(step, state.step))._asdict(),
+            **scalars._replace(step=safe_increment(state.step, finite))._asdict(),
             skipped=safe_increment(state.skipped, ~finite),
             z_minus_x=layout.masked_tree(leaf.z_minus_x for leaf in new),
             grad_rms=layout.masked_tree(leaf.grad_rms for leaf in new),
@@ -262,6 +261,7 @@ def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
     def buffer() -> PyTree:
         return layout.masked_tree(jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y)
 
+    samples = [z.reshape(-1) for _, z in _samples(y)]
     ceiling = untuned_rule.distance_ceiling(root_mean_squares(y), _natural_scales(layout), jnp)
     return UntunedState(
         step=jnp.zeros((), jnp.int32),
@@ -275,7 +275,7 @@ def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
         z_minus_x=buffer(),
         grad_rms=buffer(),
         # One array and not a tree: it has neither the shapes nor the sharding of the parameters.
-        initial_sample=_in_groups([sample(y_i) for y_i in y]),
+        initial_sample=jnp.concatenate(samples) if samples else jnp.zeros(0),
         master=layout.masked_tree(masters),
     )
 
@@ -354,32 +354,22 @@ def _eligible(layout: Layout) -> np.ndarray[Any, Any]:
 # -- the displacement ------------------------------------------------------------------------
 
 
-def _sample_groups(samples: Sequence[jax.Array]) -> list[list[int]]:
-    """Return which leaves have samples of the same size: together they are one array."""
-    groups: dict[int, list[int]] = {}
-    for i, z in enumerate(samples):
-        groups.setdefault(z.size, []).append(i)
-    return list(groups.values())
-
-
-def _in_groups(samples: Sequence[jax.Array]) -> jax.Array:
-    """Concatenate the samples, those of a group next to each other."""
-    order = [i for group in _sample_groups(samples) for i in group]
-    return jnp.concatenate([samples[i] for i in order]) if order else jnp.zeros(0)
-
-
-def _displacement(
-    samples: Sequence[jax.Array], initial_sample: jax.Array, ceiling: jax.Array
-) -> jax.Array:
+def _displacement(y: Sequence[jax.Array], e: Sequence[jax.Array], state: UntunedState) -> jax.Array:
     """Return the root mean square of z - z_1 over the sample of each leaf."""
     # In units of R the squares neither overflow nor underflow; R itself cancels.
-    unit = jax.lax.stop_gradient(ceiling)
-    groups, squares, start = _sample_groups(samples), [], 0
-    for group in groups:
-        z = jnp.stack([samples[i] for i in group])
-        z_1 = initial_sample[start : start + z.size].reshape(z.shape)
+    unit = jax.lax.stop_gradient(state.ceiling)
+    squares: list[jax.Array] = []
+    order: list[int] = []
+    start = 0
+    for (which, y_rows), (_, e_rows) in zip(_samples(y), _samples(e)):
+        z = y_rows + INTERPOLATION * e_rows.astype(y_rows.dtype)
+        z_1 = state.initial_sample[start : start + z.size].reshape(z.shape)
         start += z.size
-        moved = (z - z_1) / unit[np.array(group), None]
+        moved = (z - z_1) / unit[np.array(which), None]
         squares.append(jnp.sum(jnp.square(moved), axis=1) / max(z.shape[1], 1))
-    order = np.argsort([i for group in groups for i in group])
-    return unit * square_root(jnp.concatenate(squares)[order])
+        order += which
+    return unit * square_root(jnp.concatenate(squares)[np.argsort(order)])
+
+
+def _samples(leaves: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
+    return stack_equal_sizes([sample(leaf) for leaf in leaves])
