@@ -193,14 +193,11 @@ def norm(leaves: Sequence[jax.Array]) -> jax.Array:
 
 def root_mean_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     """Return the root mean square of each leaf, also where the squares overflow or underflow."""
-    dtype = accumulator_dtype()
     scale = largest_magnitudes(leaves)
     scale = jax.lax.stop_gradient(jnp.where(scale == 0, 1, scale))  # it cancels
-    squares = [
-        _sum_of_squares(leaf / scale_i.astype(leaf.dtype)) / max(leaf.size, 1)
-        for leaf, scale_i in zip(leaves, scale)
-    ]
-    return scale * square_root(jnp.array(squares, dtype))
+    scaled = [leaf / scale_i.astype(leaf.dtype) for leaf, scale_i in zip(leaves, scale)]
+    sizes = np.array([max(leaf.size, 1) for leaf in leaves])
+    return scale * square_root(sums_of_squares(scaled) / sizes)
 
 
 def sums_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
