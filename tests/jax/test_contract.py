@@ -285,8 +285,8 @@ def test_masked_leaves_stay_and_have_no_buffer(name):
 
 
 @each
-def test_numpy_numbers_and_masks_that_can_be_called(name):
-    # An Equinox module of booleans is a tree, though it can be called.
+def test_numpy_numbers_and_trees_that_can_be_called(name):
+    # An Equinox module of booleans or of factors is a tree, though it can be called.
     @jax.tree_util.register_pytree_node_class
     class Module(dict):
         def tree_flatten(self):
@@ -297,11 +297,14 @@ def test_numpy_numbers_and_masks_that_can_be_called(name):
             return cls(zip(names, leaves))
 
         def __call__(self, x):
-            raise AssertionError("a mask is not called")
+            raise AssertionError("neither a function of the parameters nor a schedule")
 
     params = Module(a=jnp.ones(2), b=jnp.ones(3))
     mask = jax.tree.map(lambda leaf: np.bool_(leaf.size == 3), params)
-    tx = TRANSFORMATIONS[name](**{RATE[name]: np.float32(0.1)}, mask=mask)
+    rate = np.float32(0.1)
+    if name == "untuned":
+        rate = jax.tree.map(lambda _: np.float32(0.1), params)
+    tx = TRANSFORMATIONS[name](**{RATE[name]: rate}, mask=mask)
     moved, _ = run(tx, quadratic, params, jnp.ones(2))
     assert (moved["a"] == 1).all()
     assert (moved["b"] < 1).all()

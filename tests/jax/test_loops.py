@@ -83,14 +83,6 @@ def test_verify_is_not_fooled_by_equal_norms(how):
 # --- accumulate ------------------------------------------------------------------------------
 
 
-def test_accumulate_is_the_gradient_of_the_whole_batch():
-    problem = Regression()
-    params, rows = problem.params(jnp.float32), jnp.arange(24)
-    whole = problem.grad(params, rows)
-    parts = jax.jit(lambda p: accumulate(problem.grad, rows.reshape(6, 4))(p))(params)
-    assert_trees_close(parts, whole, rtol=1e-5, atol=1e-7)
-
-
 @pytest.mark.usefixtures("x64")
 def test_a_run_with_accumulate_is_the_run_with_large_batches():
     problem = Regression()
@@ -194,11 +186,6 @@ def test_the_iterate_is_uniform():
     assert counts[0] == 0
     expected = 5000 / STEPS
     assert ((counts[1:] - expected) ** 2 / expected).sum() < 26.1
-
-
-def test_the_first_point_is_taken():
-    keep, x1 = uniform_iterate(), jnp.array([1.0, 2.0])
-    np.testing.assert_array_equal(keep.update(keep.init(0 * x1), x1).point, x1)
 
 
 def test_equal_seeds_choose_equal_indices_whatever_the_parameters():
