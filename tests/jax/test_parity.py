@@ -202,6 +202,26 @@ def test_sixteen_bits_are_those_of_torch():
         assert same.mean() > 0.9
 
 
+@pytest.mark.long
+def test_stochastic_rounding_is_that_of_torch():
+    """Bit by bit: after the first step s is |g|, rounded."""
+    torch = pytest.importorskip("torch")
+    from stormplus import Untuned
+
+    g = np.random.default_rng(0).standard_normal((7, 11, 13)).astype(np.float32)
+    g[0, 0, :4] = [0.0, -0.0, 1e-30, 3e38]
+    p = torch.nn.Parameter(torch.zeros(g.shape))
+    opt = Untuned([p], state_dtype=torch.bfloat16)
+    p.grad = torch.tensor(g)
+    opt.step()
+    tx = TRANSFORMATIONS["untuned"](state_dtype=jnp.bfloat16)
+    x1 = jnp.zeros(g.shape, jnp.float32)
+    _, state = tx.update(jnp.asarray(g), tx.init(x1), x1)
+    ours = np.asarray(state.grad_rms, np.float32)
+    np.testing.assert_array_equal(ours, opt.state[p]["grad_rms"].float().numpy())
+    np.testing.assert_allclose(ours, np.abs(g), rtol=2**-7)
+
+
 def test_stochastic_rounding_by_hand():
     """Add 16 random bits below the last digit of bfloat16, and truncate."""
 
