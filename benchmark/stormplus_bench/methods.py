@@ -7,9 +7,10 @@ METHODS = (
     *OURS,
     *("STORM", "STORM mean", "SGD", "SGD momentum", "Adam", "AdamW", "AdaGrad", "RMSprop"),
     *("Schedule-Free", "Prodigy", "DoG", "D-Adaptation", "Mechanic", "MARS", "SVRG"),
-    # Of the long runs.
+    *("ScheduleFree+", "L-DoG", "NadamW", "AdamW linear", "AdamW average", "MARS approximate"),
+    "Muon",
+    # Only in the long runs.
     *("AdamW cosine", "Schedule-Free warm-up", "Prodigy cosine", "Adam++", "Adam++ cosine"),
-    *("NadamW", "AdamW linear", "AdamW average", "MARS approximate", "Muon"),
 )
 NO_RATE = ("Untuned",)  # has no learning rate; its rows say 1
 # The few that a small figure, or README, has room for.

@@ -7,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from dog import DoG, PolynomialDecayAverager
+from dog import DoG, LDoG, PolynomialDecayAverager
 from mechanic_pytorch import mechanize
 from schedulefree import AdamWScheduleFree
 from torch import nn
@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from stormplus import StormPlus, Untuned, same_sample
 from stormplus_bench.train import catalogue, nadamw, steppers
 from stormplus_bench.train.adampp import AdamPlusPlus
+from stormplus_bench.train.schedule_free_plus import ScheduleFreePlus
 from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training
 
@@ -149,14 +150,23 @@ def nadamw_update(t, p, g, old, s):
     return (1 - lr * decay) * p - lr * ahead / ((s["v"] / (1 - b2**t)).sqrt() + 1e-8)
 
 
+def ldog_update(t, p, g, old, s):
+    """Ivgi and others (2023), Section 4.3: DoG with the distance and the norms of a tensor."""
+    start = s.setdefault("start", p.clone())
+    s["r"] = max(s.get("r", 1e-6 * (1 + p.norm())), (p - start).norm())
+    s["sum"] = s.get("sum", 1e-8) + (g * g).sum()
+    return p - s["r"] / s["sum"].sqrt() * g
+
+
 @pytest.mark.parametrize(
     ("stepper", "update", "evaluations", "samples"),
     [
         (mars, mars_update, 11, 6),
         (mars_approximate, mars_approximate_update, 12, 12),
         (lambda t: OneGradient(nadamw.NadamW(t.parameters)), nadamw_update, 12, 12),
+        (lambda t: OneGradient(LDoG(t.parameters)), ldog_update, 12, 12),
     ],
-    ids=["MARS", "MARS approximate", "NadamW"],
+    ids=["MARS", "MARS approximate", "NadamW", "L-DoG"],
 )
 def test_a_method_is_its_papers_update_per_tensor(stepper, update, evaluations, samples):
     workload = digits()
@@ -252,6 +262,7 @@ def test_the_state_counts_all_that_a_method_keeps():
         (2, Training(digits(), averaged, 0)),  # the start and the average
         (3, start(digits(), OneGradient, mechanize(torch.optim.AdamW))),
         (3, Training(digits(), mars, 0)),
+        (5, start(digits(), steppers.AtAverageWithLoss, ScheduleFreePlus)),
         (3, Training(digits(), mars_approximate, 0)),
         (2, Training(digits(), svrg, 0)),
     ]
@@ -260,10 +271,11 @@ def test_the_state_counts_all_that_a_method_keeps():
         assert run.stepper.state_mb == pytest.approx(buffers * size, rel=0.02)
 
 
-@pytest.mark.parametrize("optimizer", [AdamWScheduleFree, Untuned])
+@pytest.mark.parametrize("optimizer", [AdamWScheduleFree, Untuned, ScheduleFreePlus])
 def test_a_method_with_an_average_is_measured_there_and_continues(optimizer):
     workload = normed()
-    measured, plain = (start(workload, AtAverage, optimizer) for _ in range(2))
+    stepper = steppers.AtAverageWithLoss if optimizer is ScheduleFreePlus else AtAverage
+    measured, plain = (start(workload, stepper, optimizer) for _ in range(2))
     for run in (measured, plain):
         run.advance(STEPS)
     before = [p.detach().clone() for p in measured.model.parameters()]
@@ -318,6 +330,37 @@ def test_adam_plus_plus_is_its_papers_recursion_with_adams_correction():
     moved = float((x - origin).abs().max())
     assert eta > 2e-6 * (1 + float(origin.norm()))  # the distance counts
     torch.testing.assert_close(found, x, rtol=0, atol=1e-2 * moved)
+
+
+def test_schedule_free_plus_is_its_papers_recursion_with_polyaks_step():
+    workload = digits()
+    run = start(workload, steppers.AtAverageWithLoss, ScheduleFreePlus)
+    run.advance(STEPS)
+    # Literal, on all weights as one vector.
+    model, stream = workload.model(0), workload.samples(0)
+    parameters = list(model.parameters())
+    x = z = y = nn.utils.parameters_to_vector(parameters).detach()
+    m, v, largest, weights = 0 * x, 0 * x, 0.0, []
+    for t in range(1, STEPS + 1):
+        nn.utils.vector_to_parameters(y, parameters)
+        inputs, targets = next(stream)
+        loss = F.cross_entropy(model(inputs), targets)
+        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+        value = loss.item() + 0.9 * float(g @ (z - x))
+        size = max(0.0, value) / (float(g.abs().sum()) * math.sqrt(math.pi / 2))
+        m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
+        z = z - size * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
+        largest = max(largest, size)
+        weights.append(largest**2)
+        c = weights[-1] / sum(weights)
+        x = (1 - c) * x + c * z
+        y = 0.9 * x + 0.1 * z
+    trained, judged = (
+        nn.utils.parameters_to_vector(found.parameters())
+        for found in (copy.deepcopy(run.model), run.stepper.result(run))
+    )
+    torch.testing.assert_close(trained, y, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(judged, x, rtol=1e-4, atol=1e-6)
 
 
 def test_losses_accuracies_and_gradients_of_the_measured_examples():

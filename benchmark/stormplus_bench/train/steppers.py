@@ -95,7 +95,7 @@ class Averaged(OneGradient):
 
 
 class AtAverage(OneGradient):
-    """Untuned and Schedule-Free: the result is the average, not where gradients are taken.
+    """Untuned, Schedule-Free: the result is the average, not where gradients are taken.
 
     BatchNorm's statistics are recomputed there, as both methods ask for.
     """
@@ -121,6 +121,13 @@ class AtAverage(OneGradient):
 
     def resume(self) -> None:
         self.optimizer.train()
+
+
+class AtAverageWithLoss(AtAverage):
+    """ScheduleFree+: its step needs the loss."""
+
+    def step(self, training: Training) -> None:
+        self.optimizer.step(training.gradient(training.draw()))
 
 
 class Scheduled(OneGradient):

@@ -91,7 +91,7 @@ class Training:
                     self._rng_state = torch.get_rng_state()
             if not all(bool(torch.isfinite(p).all()) for p in self.model.parameters()):
                 raise Diverged("parameters")
-        except (Diverged, FloatingPointError):
+        except ArithmeticError:
             self.status = "diverged"
         self.seconds += time.perf_counter() - start
         self.peak_memory_mb = max(self.peak_memory_mb, peak_memory_mb())
