@@ -15,7 +15,7 @@ ROWS = [Path("docs/results/long.jsonl.gz"), Path("docs/results/long-held-out.jso
 
 
 def main(paths: list[str]) -> None:
-    blocks = tables_of(rows.load(*(paths or ROWS), on_cut="drop"))
+    blocks = tables_of(rows.load(*(paths or ROWS)))
     if not paths:
         PAGE.write_text(tables.fill(PAGE.read_text("utf-8"), blocks, str(PAGE)), "utf-8")
     sys.stdout.write("\n\n".join(blocks.values()) + "\n")

@@ -2,11 +2,9 @@
 
 import contextlib
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import click
 from rich.console import Console
@@ -25,18 +23,11 @@ class RunsFailed(RuntimeError):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C; an ignored SIGHUP (`nohup`) stays ignored."""
-
-    def interrupt(_signal: int, _frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = {}
-    if threading.current_thread() is threading.main_thread():
-        for name in ("SIGINT", "SIGTERM", "SIGHUP"):
-            sign = getattr(signal, name, None)  # Windows has no SIGHUP
-            ignored = name == "SIGHUP" and sign and signal.getsignal(sign) is signal.SIG_IGN
-            if sign is not None and not ignored:
-                before[sign] = signal.signal(sign, interrupt)
+    """Treat SIGTERM and SIGHUP as Ctrl-C; an ignored signal (`nohup`) stays ignored."""
+    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    for sign, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(sign, signal.default_int_handler)
     try:
         yield
     finally:

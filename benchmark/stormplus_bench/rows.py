@@ -5,12 +5,10 @@ other line is a row. A row is written when its run ends, so stopping a benchmark
 runs in progress.
 """
 
-import errno
 import gzip
 import json
 import math
 import os
-import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -29,9 +27,12 @@ COLUMNS = (
     *CURVE,
     *("peak_memory_mb", "state_mb", "measured", "versions", "machine"),
 )
-STATUSES = ("done", "diverged")
+NUMBER = (int, float)
+TYPES: dict[str, type | tuple[type, ...]] = {
+    **{"workload": str, "method": str, "lr": NUMBER, "default": bool, "seed": int},
+    **{"status": str, "budget": NUMBER, "batch_size": int, "curve": dict},
+}
 HEADER = json.dumps({"format": "stormplus-rows", "version": 1})
-OnCut = str | Callable[[Path, int], None]
 
 
 class Key(NamedTuple):
@@ -61,31 +62,23 @@ def append(path: str | os.PathLike[str], row: dict[str, Any]) -> None:
 
     check(row, "the row")
     line = json.dumps(finite(row), allow_nan=False) + "\n"
-    with named(Path(path)):
-        handle = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX)
-            data = (_repair(handle, Path(path)) + line).encode()
-            if os.write(handle, data) != len(data):
-                raise OSError(errno.ENOSPC, "only part of the line was written; is the disk full?")
-            os.fsync(handle)
-        finally:
-            os.close(handle)  # releases the lock
+    with named(Path(path)), open(path, "a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+        file.seek(0)
+        content = file.read()
+        if content:
+            _check_header(Path(path), content)
+            file.truncate(content.rfind(b"\n") + 1)
+        else:
+            line = f"{HEADER}\n{line}"
+        file.write(line.encode())
+        file.flush()
+        os.fsync(file.fileno())
 
 
-def _repair(handle: int, path: Path) -> str:
-    """Remove an incomplete last line; return the header if it must be written."""
-    start = os.pread(handle, len(HEADER), 0)
-    if HEADER.encode().startswith(start) and os.fstat(handle).st_size <= len(HEADER):
-        os.ftruncate(handle, 0)
-        return HEADER + "\n"
-    _check_header(path, os.pread(handle, 4096, 0).split(b"\n", 1)[0])
-    if os.pread(handle, 1, os.fstat(handle).st_size - 1) != b"\n":
-        os.ftruncate(handle, path.read_bytes().rfind(b"\n") + 1)
-    return ""
-
-
-def load(*paths: str | os.PathLike[str], on_cut: OnCut = "raise") -> pd.DataFrame:
+def load(
+    *paths: str | os.PathLike[str], on_cut: Callable[[Path, int], object] | None = None
+) -> pd.DataFrame:
     """Return journals as a flat frame with `COLUMNS`, one line per measurement of each run.
 
     A later row of the same workload, method, lr and seed replaces an earlier one. A run without
@@ -93,8 +86,8 @@ def load(*paths: str | os.PathLike[str], on_cut: OnCut = "raise") -> pd.DataFram
 
     Args:
         paths: The journals; `.gz` is decompressed.
-        on_cut: What to do if the last line is incomplete because its writer was interrupted:
-            "raise", "drop" it, or call this function with the path and the line number.
+        on_cut: Called with the path and the line number of an incomplete last line, which an
+            interrupted benchmark leaves and which is skipped.
 
     Raises:
         ValueError: The file is no journal or has an invalid line; the message names file and line.
@@ -125,7 +118,7 @@ def keys(path: str | os.PathLike[str]) -> set[Key]:
     """Return (workload, method, lr, seed) of the runs in the journal; empty if there is none."""
     if not os.path.exists(path) or not os.path.getsize(path):
         return set()
-    return {key_of(row) for row in _rows(Path(path), "drop")}
+    return {key_of(row) for row in _rows(Path(path))}
 
 
 def key_of(row: dict[str, Any]) -> Key:
@@ -142,7 +135,9 @@ def finite(value: Any) -> Any:
     return [finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
-def _rows(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
+def _rows(
+    path: Path, on_cut: Callable[[Path, int], object] | None = None
+) -> Iterator[dict[str, Any]]:
     content = path.read_bytes()
     if path.suffix == ".gz":
         try:
@@ -151,101 +146,54 @@ def _rows(path: Path, on_cut: OnCut) -> Iterator[dict[str, Any]]:
             raise ValueError(f"{path} cannot be decompressed: {error}") from error
     if not content:
         raise ValueError(f"{path} is empty: no benchmark has written to it yet")
-    header, _, body = content.partition(b"\n")
-    *lines, rest = body.split(b"\n")
-    _check_header(path, header)
-    for number, line in enumerate(lines, start=2):
-        if not line.strip():
-            continue
-        where, row = f"{path}, line {number}", _json(line)
-        if row is None:
-            raise ValueError(f"{where} is not JSON: delete it, and run the benchmark again")
-        check(row, where)
-        yield row
-    if not rest:
-        return
-    number = len(lines) + 2
-    if callable(on_cut):
-        on_cut(path, number)
-    elif on_cut == "raise":
-        raise ValueError(
-            f"{path}, line {number} is incomplete: run the benchmark again to repeat it"
-        )
+    _check_header(path, content)
+    *lines, rest = content.split(b"\n")
+    for number, line in enumerate(lines[1:], start=2):
+        if line.strip():
+            row = _json(line)
+            check(row, f"{path}, line {number}")
+            yield row
+    if rest and on_cut is not None:
+        on_cut(path, len(lines) + 1)
 
 
 def _json(line: bytes) -> Any:
-    """Return the value of a line, None if it is not JSON."""
+    """Return the value of a line, or the line itself if it is not JSON."""
     try:
-        return json.loads(line)
+        return json.loads(line, parse_constant=_refuse)
     except (ValueError, RecursionError):
-        return None
+        return line
 
 
-def _check_header(path: Path, line: bytes) -> None:
+def _refuse(constant: str) -> None:
+    raise ValueError(f"{constant} is not JSON")
+
+
+def _check_header(path: Path, content: bytes) -> None:
+    line = content.partition(b"\n")[0]
     header = _json(line)
     if not isinstance(header, dict) or header.get("format") != "stormplus-rows":
         raise ValueError(f"{path}, line 1: not a journal of stormplus runs, got {line[:60]!r}")
     if header != json.loads(HEADER):
-        raise ValueError(
-            f"{path}, line 1: format version {_short(header.get('version'))}, but this stormplus "
-            "reads and writes version 1"
-        )
-
-
-def _is_number(value: Any) -> bool:
-    is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and abs(value) <= sys.float_info.max
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 2**63
-
-
-def _is_name(value: Any) -> bool:
-    return isinstance(value, str) and value != "" and value.isprintable()
-
-
-def _is_measurement(value: Any) -> bool:
-    return value is None or isinstance(value, float) or _is_number(value)
-
-
-NAME, NUMBER = (_is_name, "a text of one line"), (_is_number, "a finite number")
-INTEGER = (_is_integer, "a 64-bit integer")
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "workload": NAME,
-    "method": NAME,
-    "lr": NUMBER,
-    "default": (lambda v: isinstance(v, bool), "true or false"),
-    "seed": INTEGER,
-    "status": (lambda v: v in STATUSES, f"one of {STATUSES}"),
-    "budget": NUMBER,
-    "batch_size": INTEGER,
-    "curve": (lambda v: isinstance(v, dict), "a JSON object"),
-}
-_OPTIONAL: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "peak_memory_mb": NUMBER,
-    "state_mb": NUMBER,
-    "measured": (lambda v: _is_integer(v) and v > 0, "a positive integer"),
-    "versions": (lambda v: isinstance(v, dict), "a JSON object"),
-}
+        raise ValueError(f"{path}, line 1: expected {HEADER}, got {line[:60]!r}")
 
 
 def check(row: Any, where: str) -> None:
     """Raise a ValueError that says what is wrong with a row, and where it is."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} should be a row (a JSON object), got {_short(row)}")
-    present = {name: rule for name, rule in _OPTIONAL.items() if row.get(name) is not None}
-    for name, (valid, wanted) in (_FIELDS | present).items():
-        if not valid(row.get(name)):
-            raise ValueError(f"{where}: {name!r} should be {wanted}, got {_short(row.get(name))}")
-    for name in CURVE:
-        values, valid = row["curve"].get(name), _is_measurement
-        if name == "evaluations":
-            valid = _is_number
-        if not isinstance(values, list) or not all(map(valid, values)):
-            raise ValueError(f"{where}: curve's {name!r} should be a list of numbers")
-    if len({len(row["curve"][name]) for name in CURVE}) > 1:
-        raise ValueError(f"{where}: the lists of 'curve' should have the same length")
+    for name, kind in TYPES.items():
+        value = row.get(name)
+        if not isinstance(value, kind) or (kind is not bool and isinstance(value, bool)):
+            raise ValueError(f"{where}: {name!r} is missing or wrong, got {_short(value)}")
+    for name in ("workload", "method"):
+        if not row[name] or not row[name].isprintable():
+            raise ValueError(f"{where}: {name!r} should be a text of one line, got {row[name]!r}")
+    if row["status"] not in ("done", "diverged"):
+        raise ValueError(f"{where}: 'status' should be done or diverged, got {row['status']!r}")
+    columns = [row["curve"].get(name) for name in CURVE]
+    if not all(isinstance(values, list) for values in columns) or len(set(map(len, columns))) > 1:
+        raise ValueError(f"{where}: 'curve' should have lists of one length: {', '.join(CURVE)}")
 
 
 def _short(value: Any) -> str:

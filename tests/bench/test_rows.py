@@ -56,34 +56,20 @@ def test_keys_name_the_runs_that_are_there(tmp_path):
 
 
 @pytest.mark.parametrize("missing", [1, 40])  # bytes; 1 is the line break
-def test_an_incomplete_last_line_is_named_dropped_and_removed_by_the_next_append(journal, missing):
+def test_an_incomplete_last_line_is_skipped_and_removed_by_the_next_append(journal, missing):
     whole = journal.read_bytes()
     journal.write_bytes(whole[:-missing])
-    with pytest.raises(ValueError, match=r"rows\.jsonl, line 3 is incomplete"):
-        rows.load(journal)
-    assert list(rows.load(journal, on_cut="drop")["train_loss"]) == [1]
     calls = []
-    assert len(rows.load(journal, on_cut=lambda *cut: calls.append(cut))) == 1
+    frame = rows.load(journal, on_cut=lambda *cut: calls.append(cut))
+    assert list(frame["train_loss"]) == [1]
     assert calls == [(journal, 3)]
     assert rows.keys(journal) == {("w", "SGD", 0.1, 0)}
     rows.append(journal, make_row([2], seed=1))  # the resumed benchmark
     assert journal.read_bytes() == whole
 
 
-def test_append_completes_an_incomplete_header(tmp_path):
-    path = write_rows(tmp_path / "rows.jsonl", [make_row([1])])
-    whole = path.read_bytes()
-    for length in range(1, len(HEADER) + 2):
-        path.write_bytes(whole[:length])
-        rows.append(path, make_row([1]))
-        assert path.read_bytes() == whole
-
-
 def changed(old, new):
     return HEADER + json.dumps(make_row([1])).replace(old, new, 1) + "\n"
-
-
-NESTED, HUGE = "[" * 10**5 + "]" * 10**5, "9" * 400
 
 
 @pytest.mark.parametrize(
@@ -91,20 +77,16 @@ NESTED, HUGE = "[" * 10**5 + "]" * 10**5, "9" * 400
     [
         ("", "is empty"),
         ("hello\n", "line 1: not a journal"),
-        (OTHER_VERSION, "format version 2, but this stormplus"),
-        (HEADER + "\udcff\udcfe\n" + "{}\n", "line 2 is not JSON"),
-        (HEADER + NESTED + "\n", "line 2 is not JSON"),
-        (HEADER + "[1]\n", r"line 2 should be a row \(a JSON object\), got \[1\]"),
+        (OTHER_VERSION, "line 1: expected .*, got .*2"),
+        (HEADER + "\udcff\udcfe\n" + "{}\n", "line 2 should be a row"),
+        (HEADER + "[" * 10**5 + "\n", "line 2 should be a row"),
         (changed('"method": "SGD"', r'"method": "a\u0000\nb"'), "'method' should be a text"),
-        (changed('"lr": 0.1', f'"lr": {HUGE}'), "'lr' should be a finite number, got 99999"),
-        (changed('"lr": 0.1', '"lr": NaN'), "'lr' should be a finite number, got nan"),
-        (changed('"seed": 0', '"seed": true'), "'seed' should be a 64-bit integer, got True"),
-        (changed('"done"', '"odd"'), "'status' should be one of"),
-        (changed('"seed": 0', '"seed": 0, "measured": 0'), "'measured' should be a positive"),
-        (changed('"evaluations": [0.0', '"evaluations": [null'), "'evaluations' should be a list"),
-        (changed('"grad_norm": [1', '"grad_norm": [1, 2'), "same length"),
+        (changed('"lr": 0.1', '"lr": NaN'), "line 2 should be a row"),
+        (changed('"seed": 0', '"seed": true'), "'seed' is missing or wrong, got True"),
+        (changed('"done"', '"odd"'), "'status' should be done or diverged"),
+        (changed('"grad_norm": [1', '"grad_norm": [1, 2'), "lists of one length"),
     ],
-    ids=range(14),
+    ids=range(10),
 )
 def test_a_file_that_cannot_be_read_is_explained(tmp_path, text, message):
     path = tmp_path / "rows.jsonl"
@@ -113,12 +95,6 @@ def test_a_file_that_cannot_be_read_is_explained(tmp_path, text, message):
         rows.load(path)
     assert str(path) in str(caught.value)
     assert len(str(caught.value)) < 400
-
-
-def test_a_full_disk_names_the_journal(tmp_path, monkeypatch):
-    monkeypatch.setattr(os, "write", lambda handle, data: len(data) // 2)
-    with pytest.raises(OSError, match=r"disk full.*rows\.jsonl"):
-        rows.append(tmp_path / "rows.jsonl", make_row([1]))
 
 
 @pytest.mark.parametrize("text", ["a,b\n1,2\n", "{", OTHER_VERSION])

@@ -98,7 +98,7 @@ def compare(  # noqa: PLR0917
         if dry_run:
             return
         execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
-        frame = rows.load(journal, on_cut="drop")
+        frame = rows.load(journal)
         frame = frame[frame["workload"].isin({run.workload for run in plan.runs})]
         show(frame, style)
         drawn = curves_grid(frame, best_lr=not frame["default"].any())

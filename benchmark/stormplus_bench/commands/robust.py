@@ -79,7 +79,7 @@ def judged(workload: Case, journal: Path) -> tuple[str, bool]:
     for method in METHODS:
         if method not in done:
             rows.append(journal, run(workload, method))
-    frame = rows.load(journal, on_cut="drop")
+    frame = rows.load(journal)
     losses = frame[frame["workload"] == workload.name].fillna({"train_loss": math.inf})
     ends = losses.groupby("method")["train_loss"].agg(["first", "last"])
     (start, ours), theirs = ends.loc[OURS], ends["last"][THEIRS]
