@@ -129,7 +129,7 @@ def test_runs_without_a_row_are_an_error_with_benchopts_message(
 def test_a_dry_run_runs_nothing_and_a_method_can_be_chosen(tmp_path):
     path, out = suite(tmp_path), ("--output", tmp_path / "o", "--dry-run")
     assert "for 8 runs" in call(path, *out).stderr
-    for name in ("SGD", "sgd"):
+    for name in ("sgd", "storm-plus", "STORM+"):
         assert "for 4 runs" in call(path, *out, "--method", name).stderr
     wrong = call(path, *out, "--method", "Sgb")
     assert wrong.exit_code == 1
@@ -181,8 +181,9 @@ def test_another_budget_is_another_workload():
 
 def test_the_suite_of_smooth_problems_is_complete():
     plan = make_plan(read_suite("smooth"))
-    # 7 workloads, 3 seeds, 8 rates, 19 methods; two defaults are off the grid; one has no rate.
-    assert len(plan.runs) == 7 * 3 * (8 * 19 + 2 + 1)
+    # 7 workloads, 3 seeds, 8 rates, 19 methods; two defaults are off the grid; one has no rate and
+    # five run at their defaults. Two more need matrices: MARS on two workloads, Muon on one.
+    assert len(plan.runs) == 3 * (7 * (8 * 19 + 2 + 1 + 5) + 2 + 1)
     assert len(set(plan.runs)) == len(plan.runs)
 
 

@@ -16,7 +16,8 @@ from stormplus_bench.train.training import Training
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
-NEW = ["adamw-linear", "adamw-average", "mars-approximate", "mars", "muon"]
+DIGITS = ["adamw[variant=linear]", "adamw[variant=average]", "mars[approximate=True]", "mars"]
+DIGITS += ["muon", "schedule-free-plus"]
 
 
 @pytest.fixture
@@ -50,10 +51,10 @@ def test_the_held_out_workloads_have_the_methods_of_the_others_and_are_not_among
     assert names[1] == {"vit-cifar10", "lora-cifar10"}
     assert not names[0] & names[1]
     assert names[0] | names[1] == set(long.LONG)
-    assert {s.method for s in methods([*suites[0]["solver"], *NEW])} <= set(METHODS)
+    assert {s.method for s in methods(suites[0]["solver"])} <= set(METHODS)
 
 
-@pytest.mark.parametrize("name", NEW)
+@pytest.mark.parametrize("name", DIGITS)
 def test_a_method_learns_digits(name):
     workload = catalogue.digits("mlp")
     workload.budget = 200
@@ -64,7 +65,7 @@ def test_a_method_learns_digits(name):
     assert run.stepper.state_mb > 0
 
 
-@pytest.mark.parametrize("name", ["mars-approximate", "muon"])
+@pytest.mark.parametrize("name", ["mars[approximate=True]", "muon"])
 def test_a_method_for_matrices_skips_a_model_without_one(name):
     (solver,) = methods([name])
     assert "no" in solver.reason_to_skip(catalogue.nmf())
@@ -88,8 +89,8 @@ def test_every_method_trains_what_is_to_be_trained_and_nothing_else():
     """On low-rank changes with BatchNorm: most weights have no gradient."""
     workload = long.LONG["lora-cifar10"]()
     workload.budget = 4
-    solvers = methods([*read_suite("long")["solver"], *NEW])
-    assert len(solvers) == 17 + len(NEW)
+    solvers = methods(read_suite("long")["solver"])
+    assert len(solvers) == 23
     assert {long.LONG[n]().name for n in ("vit-cifar10", "finetune-cifar10")} <= {*TIERS["long"]}
     for solver in solvers:
         run = Training(workload, partial(solver.stepper, lr=solver.rate), 0)

@@ -48,7 +48,7 @@ def mars(training):
 
 
 def mars_approximate(training):
-    return steppers.MarsApproximate(training.parameters, 3e-3)
+    return steppers.MarsApproximate(training.model, 3e-3)
 
 
 def svrg(training):

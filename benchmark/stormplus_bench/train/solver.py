@@ -9,10 +9,11 @@ from typing import Any, ClassVar
 
 import torch
 from benchopt import BaseDataset, BaseSolver
+from dog import PolynomialDecayAverager  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import rows
 from stormplus_bench.data import MissingData
-from stormplus_bench.train.steppers import OneGradient, Scheduled, Stepper, TwoGradients
+from stormplus_bench.train.steppers import Averaged, OneGradient, Scheduled, Stepper, TwoGradients
 from stormplus_bench.train.training import Training
 from stormplus_bench.train.workload import Workload
 
@@ -93,22 +94,28 @@ class TorchSolver(BaseSolver):
 
 
 class OneGradientSolver(TorchSolver):
-    """A torch optimizer with one gradient per step; `cosine` adds a schedule that ends at zero."""
+    """A torch optimizer with one gradient per step.
 
-    parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "cosine": [False]}
+    Variants: "cosine" and "linear" schedules that end at zero, AdamW's after a warm-up; and
+    "average", measured at DoG's average of the iterates, with weights like t^8.
+    """
+
+    parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "variant": [None]}
     optimizer: Callable[..., Any]
-    options: ClassVar[dict[str, Any]] = {}
-    warmup = 0.0  # share of the budget in which the rate rises, with `cosine`
 
     @property
     def method(self) -> str:
-        return f"{self.label} cosine" if self.cosine else self.label
+        return f"{self.label} {self.variant}" if self.variant else self.label
 
     def stepper(self, training: Training, lr: float) -> Stepper:
-        optimizer = type(self).optimizer(training.parameters, lr=lr, **self.options)
-        if self.cosine:
-            return Scheduled(optimizer, training.workload.budget, self.warmup)
-        return OneGradient(optimizer)
+        optimizer = self.optimizer(training.parameters, lr=lr)
+        if self.variant is None:
+            return OneGradient(optimizer)
+        if self.variant == "average":
+            return Averaged(optimizer, PolynomialDecayAverager(training.model))
+        warmup = 0.05 if self.label == "AdamW" else 0.0
+        linear = self.variant == "linear"
+        return Scheduled(optimizer, training.workload.budget, warmup, linear=linear)
 
 
 class StormSolver(TorchSolver):
@@ -119,8 +126,7 @@ class StormSolver(TorchSolver):
     """
 
     parameters: ClassVar[dict[str, list[Any]]] = {"lr": [None], "unit": [1.0]}
-    default_lr = 1.0
-    optimizer: Callable[..., torch.optim.Optimizer]
+    optimizer: Callable[..., Any]
 
     @property
     def method(self) -> str:
@@ -131,7 +137,7 @@ class StormSolver(TorchSolver):
         if unit == "mean":
             unit = math.sqrt(sum(p.numel() for p in training.parameters))
             lr *= unit
-        return TwoGradients(type(self).optimizer(training.parameters, lr, unit=unit))
+        return TwoGradients(self.optimizer(training.parameters, lr, unit=unit))
 
 
 def _keys(journal: str) -> set[rows.Key]:

@@ -203,7 +203,8 @@ class MarsApproximate(OneGradient):
     corrected; the others have AdamW with betas (0.9, 0.95) and weight decay 0.1, as there.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], lr: float) -> None:
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        parameters = [p for p in model.parameters() if p.requires_grad]
         self.matrices = [p for p in parameters if p.ndim == 2]
         rest = [p for p in parameters if p.ndim != 2]
         groups = [

@@ -1,10 +1,3 @@
-from torch.optim import Adagrad
+from stormplus_bench.train.one_optimizer import solver
 
-from stormplus_bench.train.solver import OneGradientSolver
-
-
-class Solver(OneGradientSolver):
-    """torch.optim.Adagrad."""
-
-    name, label = "adagrad", "AdaGrad"
-    optimizer, default_lr = Adagrad, 1e-2
+Solver = solver("adagrad")

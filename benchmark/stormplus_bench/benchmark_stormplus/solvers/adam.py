@@ -1,10 +1,3 @@
-from torch.optim import Adam
+from stormplus_bench.train.one_optimizer import solver
 
-from stormplus_bench.train.solver import OneGradientSolver
-
-
-class Solver(OneGradientSolver):
-    """torch.optim.Adam."""
-
-    name, label = "adam", "Adam"
-    optimizer, default_lr = Adam, 1e-3
+Solver = solver("adam")

@@ -1,9 +1,3 @@
-from stormplus_bench.train.adampp import AdamPlusPlus
-from stormplus_bench.train.solver import OneGradientSolver
+from stormplus_bench.train.one_optimizer import solver
 
-
-class Solver(OneGradientSolver):
-    """Adam++ (Tao et al. 2024), written from its paper; lr 1."""
-
-    name, label = "adam-plus-plus", "Adam++"
-    optimizer, default_lr = AdamPlusPlus, 1.0
+Solver = solver("adam-plus-plus")

@@ -1,10 +1,3 @@
-from prodigyopt import Prodigy
+from stormplus_bench.train.one_optimizer import solver
 
-from stormplus_bench.train.solver import OneGradientSolver
-
-
-class Solver(OneGradientSolver):
-    """Prodigy (Mishchenko and Defazio 2024), lr 1 and optionally a cosine, as documented."""
-
-    name, label = "prodigy", "Prodigy"
-    optimizer, default_lr = Prodigy, 1.0
+Solver = solver("prodigy")

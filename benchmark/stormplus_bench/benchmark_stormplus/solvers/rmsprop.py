@@ -1,10 +1,3 @@
-from torch.optim import RMSprop
+from stormplus_bench.train.one_optimizer import solver
 
-from stormplus_bench.train.solver import OneGradientSolver
-
-
-class Solver(OneGradientSolver):
-    """torch.optim.RMSprop."""
-
-    name, label = "rmsprop", "RMSprop"
-    optimizer, default_lr = RMSprop, 1e-2
+Solver = solver("rmsprop")

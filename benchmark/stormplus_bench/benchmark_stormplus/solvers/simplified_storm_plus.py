@@ -1,9 +1,3 @@
-from stormplus import SimplifiedStormPlus
-from stormplus_bench.train.solver import StormSolver
+from stormplus_bench.train.one_optimizer import solver
 
-
-class Solver(StormSolver):
-    """Simplified STORM+ (Levy et al. 2021, Sec. 4.2)."""
-
-    name, label = "simplified-storm-plus", "simplified STORM+"
-    optimizer = SimplifiedStormPlus
+Solver = solver("simplified-storm-plus")

@@ -1,9 +1,3 @@
-from stormplus import Storm
-from stormplus_bench.train.solver import StormSolver
+from stormplus_bench.train.one_optimizer import solver
 
-
-class Solver(StormSolver):
-    """STORM (Cutkosky and Orabona 2019) with the constants of its paper."""
-
-    name, label = "storm", "STORM"
-    optimizer = Storm
+Solver = solver("storm")

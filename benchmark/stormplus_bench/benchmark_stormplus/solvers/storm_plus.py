@@ -1,9 +1,3 @@
-from stormplus import StormPlus
-from stormplus_bench.train.solver import StormSolver
+from stormplus_bench.train.one_optimizer import solver
 
-
-class Solver(StormSolver):
-    """STORM+ (Levy et al. 2021, Algorithm 1)."""
-
-    name, label = "storm-plus", "STORM+"
-    optimizer = StormPlus
+Solver = solver("storm-plus")
