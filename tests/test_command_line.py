@@ -27,3 +27,7 @@ def test_the_list_of_commands_imports_no_framework():
 def test_exit_codes(arguments, code):
     done = CliRunner().invoke(cli.main, list(arguments))
     assert done.exit_code == code, done.output
+
+
+def test_a_misspelled_command_is_corrected():
+    assert "did you mean 'compare'?" in CliRunner().invoke(cli.main, ["compar"]).stderr

@@ -82,7 +82,7 @@ class Comparison:
 
 def compare(
     methods: Mapping[str, Makes] | Sequence[type],
-    workload: str | Mapping[str, Any] | Workload,
+    workload: str | Mapping[str, Any] | Workload = "mlp-digits",
     *,
     seeds: int | Iterable[int] = 1,
     progress: bool = True,

@@ -3,7 +3,6 @@
 A suite is a benchopt run configuration; benchopt itself expands its selectors.
 """
 
-import difflib
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +13,7 @@ import torch
 import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
+from stormplus_bench.cli import did_you_mean
 from stormplus_bench.own import read_method, read_workload
 from stormplus_bench.rows import Key
 
@@ -55,7 +55,7 @@ def read_suite(name: str) -> dict[str, Any]:
         config = yaml.safe_load(path.read_text())
     except FileNotFoundError:
         raise BadSuite(
-            f"no suite {name!r}{did_you_mean(name, suites())}: choose from {', '.join(suites())}, "
+            f"no suite {name!r}{did_you_mean(name, suites())} Choose from {', '.join(suites())}, "
             "or give a file"
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
@@ -73,12 +73,6 @@ def read_suite(name: str) -> dict[str, Any]:
         if not isinstance(value, list) or not value:
             raise BadSuite(f"{path}: {key} should be a list that is not empty, got {value!r}")
     return config
-
-
-def did_you_mean(word: str, known: Iterable[str]) -> str:
-    by_lower = {name.lower(): name for name in known}
-    close = difflib.get_close_matches(word.lower(), list(by_lower), n=1)
-    return f", did you mean {by_lower[close[0]]!r}?" if close else ""
 
 
 def with_own(
@@ -158,7 +152,7 @@ def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
     for method in methods:
         if method.lower() not in map(str.lower, names):
             raise ValueError(
-                f"no method {method!r}{did_you_mean(method, names)}: this suite has "
+                f"no method {method!r}{did_you_mean(method, names)} This suite has "
                 + ", ".join(dict.fromkeys(s.method for s in solvers))
             )
     chosen = set(map(str.lower, methods))

@@ -3,14 +3,14 @@
 import html
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, scores
-from stormplus_bench.methods import COMPARED, OURS, TIERS, ordered
+from stormplus_bench.methods import COMPARED, NO_RATE, OURS, TIERS, ordered
 from stormplus_bench.profiles import performance_profile
 
 
@@ -89,8 +89,12 @@ def escape_markdown(text: str) -> str:
     return re.sub(r"([\\`*_\[\]!|~$])", r"\\\1", text)
 
 
-def as_json(tables: Iterable[Table]) -> str:
-    """Return the tables by name, each a list of objects with unformatted numbers."""
+def printed(tables: Sequence[Table], style: str | None = None) -> str:
+    """Return the tables as text, in LaTeX, or as JSON: by name, lists of unformatted numbers."""
+    if style == "latex":
+        return "\n".join(table.latex() for table in tables)
+    if style != "json":
+        return "\n\n".join(table.text().to_string() for table in tables)
     found = {t.name: json.loads(t.frame.reset_index().to_json(orient="records")) for t in tables}
     return json.dumps(found, indent=1, ensure_ascii=False)
 
@@ -221,6 +225,24 @@ def scores_table(frame: pd.DataFrame) -> Table:
         "the performance profile from 1 to 4, a workload without a run being a missed target."
     )
     return Table("scores", caption, table, {"gap at defaults, %": percent, **two})
+
+
+def losses_table(frame: pd.DataFrame) -> Table:
+    """Return final training losses, one line per workload and method."""
+    keys = ["workload", "method"]
+    best = finals.tuned(frame).set_index(keys)
+    table = pd.DataFrame(
+        {
+            "default": finals.defaults(frame).set_index(keys)["loss"].reindex(best.index),
+            "best": best["loss"],
+            "lr of best": best["lr"].drop(index=list(NO_RATE), level="method", errors="ignore"),
+        }
+    )
+    table = table.reindex(ordered(frame["method"]), level="method").sort_index(
+        level="workload", sort_remaining=False
+    )
+    caption = "Final training loss at the default and at the best lr, median over seeds."
+    return Table("losses", caption, table, dict.fromkeys(table, lambda value: number(value, 4)))
 
 
 def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:

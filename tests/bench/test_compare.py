@@ -12,11 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
-from bench_rows import frame_of, hand_made, make_row
 from click.testing import CliRunner
 
 from stormplus_bench import rows
-from stormplus_bench.commands.compare import compare, losses_table, show
+from stormplus_bench.commands.compare import compare
 from stormplus_bench.engine import execute
 from stormplus_bench.interrupts import RunsFailed
 from stormplus_bench.plan import FOLDER, BadSuite, make_plan, read_suite
@@ -65,10 +64,10 @@ def test_every_run_gives_a_row_and_is_not_repeated(tmp_path):
     assert len({row["curve"]["train_loss"][0] for row in found}) == 1  # the same start
     assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
     before = journal.read_text()
-    again = call(suite(tmp_path), "--output", tmp_path / "out", "--format", "json")
+    again = call(suite(tmp_path), "--output", tmp_path / "out", "--json")
     assert f"8 of 8 runs are already in {journal}" in again.stderr
     assert journal.read_text() == before
-    assert {line["method"] for line in json.loads(again.stdout)} == {"STORM+", "SGD"}
+    assert {line["method"] for line in json.loads(again.stdout)["losses"]} == {"STORM+", "SGD"}
 
 
 @pytest.mark.long
@@ -211,17 +210,3 @@ def test_two_dask_workers_give_the_rows_of_a_sequential_run(tmp_path):
         for path in (alone, dask)
     ]
     assert frames[0].reset_index(drop=True).equals(frames[1].reset_index(drop=True))
-
-
-def test_a_few_workloads_are_shown_by_losses_and_many_by_scores(capsys):
-    table = losses_table(frame_of(hand_made())).set_index(["workload", "method"])
-    assert table.loc["a", "SGD"].to_list() == [4, 0.5, 1]
-    renamed = [row | {"method": "Untuned"} for row in hand_made() if row["method"] == "SGD"]
-    assert losses_table(frame_of(renamed))["lr of best"].isna().all()  # it has no rate
-    for style, part in (("text", "diverged"), ("json", '"method":"SGD"'), ("latex", "\\toprule")):
-        show(frame_of(hand_made()), style)
-        assert part in capsys.readouterr().out
-    show(frame_of(make_row([2, 1, 0.9], workload=f"workload-{k}") for k in range(12)))
-    shown = capsys.readouterr().out
-    assert "workload-3" not in shown
-    assert "SGD" in shown

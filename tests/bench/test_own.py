@@ -101,6 +101,7 @@ def test_a_dict_of_optimizers_gives_a_table_a_figure_and_rows(tmp_path):
 def test_a_list_of_classes_is_named_by_them():
     found = compare([Untuned, torch.optim.Adam], line(), progress=False)
     assert set(found.table.index) == {"Untuned", "Adam"}
+    assert "Untuned" in repr(found)
     with pytest.raises(TypeError, match="a dict, or a list of classes"):
         compare([sgd], line(), progress=False)
 

@@ -147,6 +147,16 @@ def test_names_from_outside_do_no_harm(tmp_path):
     assert set(table["method"]) == {image, "'" + formula, "$x$ a|b*c*", "STORM+"}
 
 
+def test_losses_of_a_few_workloads_are_printed_in_every_style():
+    table = tables.losses_table(frame_of(hand_made()))
+    assert table.frame.loc["a", "SGD"].to_list() == [4, 0.5, 1]
+    renamed = [row | {"method": "Untuned"} for row in hand_made() if row["method"] == "SGD"]
+    assert tables.losses_table(frame_of(renamed)).frame["lr of best"].isna().all()  # has no rate
+    assert tables.printed([table]).splitlines()[3].split() == ["SGD", "4", "0.5", "1"]
+    assert json.loads(tables.printed([table], "json"))["losses"][1]["best"] == 0.5
+    assert r"a & SGD & 4 & 0.5 & 1" in tables.printed([table], "latex")
+
+
 def lines(*found):
     return rows.HEADER + "\n" + "".join(json.dumps(row) + "\n" for row in found)
 

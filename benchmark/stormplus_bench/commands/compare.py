@@ -3,22 +3,17 @@
 from pathlib import Path
 
 import click
-import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.console import Console
-from rich.markup import escape
-from rich.table import Table
 
-from stormplus_bench import finals, rows, tables
+from stormplus_bench import rows, tables
 from stormplus_bench.engine import announce, execute
 from stormplus_bench.figures import curves_grid, save
 from stormplus_bench.interrupts import EXIT_CODES, explained
-from stormplus_bench.methods import NO_RATE, ordered
 from stormplus_bench.own import SOLVER, TEMPLATES, WORKLOAD
 from stormplus_bench.plan import make_plan, read_suite, suites, with_own
 
 AT_LEAST_ONE = click.IntRange(min=1)
 FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-FORMAT = click.Choice(["text", "json", "latex"])
 FEW = 3  # workloads: up to here the table has a line per method and workload
 
 EXAMPLES = f"""\b
@@ -60,7 +55,8 @@ continue. Finished runs are not repeated: after a change in your file, give anot
 @click.option("--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads per run.")
 @click.option("--parallel-config", type=FILE, help="benchopt's file for Dask or SLURM.")
 @click.option("--dry-run", is_flag=True, help="Only print the estimated time.")
-@click.option("--format", "style", type=FORMAT, default="text", help="How to print the table.")
+@click.option("--json", "style", flag_value="json", help="Print the table as JSON.")
+@click.option("--latex", "style", flag_value="latex", help="Print the table in LaTeX.")
 @click.option("--list", "listing", is_flag=True, help="List the suites.")
 def compare(  # noqa: PLR0917
     suite: str,
@@ -74,7 +70,7 @@ def compare(  # noqa: PLR0917
     threads: int,
     parallel_config: Path | None,
     dry_run: bool,
-    style: str,
+    style: str | None,
     listing: bool,
 ) -> None:
     """Train workloads with STORM+ and other methods at equal gradient evaluations.
@@ -100,54 +96,9 @@ def compare(  # noqa: PLR0917
         execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
         frame = rows.load(journal)
         frame = frame[frame["workload"].isin({run.workload for run in plan.runs})]
-        show(frame, style)
+        many = frame["workload"].nunique() > FEW and frame["default"].any()
+        table = tables.scores_table(frame) if many else tables.losses_table(frame)
+        click.echo(tables.printed([table], style))
         drawn = curves_grid(frame, best_lr=not frame["default"].any())
         save(drawn, folder / "curves.png", dpi=150)
         messages.print(f"figure: {folder / 'curves.png'}   rows: {journal}", markup=False)
-
-
-def show(frame: pd.DataFrame, style: str = "text") -> None:
-    """Print the final losses on a few workloads, or scores over many of them."""
-    many = frame["workload"].nunique() > FEW and frame["default"].any()
-    table = tables.scores_table(frame).text().reset_index() if many else losses_table(frame)
-    if style == "json":
-        click.echo(table.to_json(orient="records", indent=1))
-    elif style == "latex":
-        click.echo(table.to_latex(index=False, float_format="%.4g", na_rep="", escape=True))
-    else:
-        Console().print(_as_text(table))
-
-
-def losses_table(frame: pd.DataFrame) -> pd.DataFrame:
-    """Final training losses of each method at its default and at its best rate."""
-    keys = ["workload", "method"]
-    best = finals.tuned(frame).set_index(keys)
-    table = pd.DataFrame(
-        {
-            "default": finals.defaults(frame).set_index(keys)["loss"].reindex(best.index),
-            "best": best["loss"],
-            "lr of best": best["lr"].drop(index=list(NO_RATE), level="method", errors="ignore"),
-        }
-    )
-    rank = {name: number for number, name in enumerate(ordered(frame["method"]))}
-    order = sorted(table.index, key=lambda key: (key[0], rank[key[1]]))
-    return table.loc[order].reset_index()
-
-
-def _as_text(table: pd.DataFrame) -> Table:
-    by_workload = "workload" in table
-    shown = Table(title="final training loss" if by_workload else None)
-    for name in table.columns:
-        shown.add_column(name, justify="left" if name in ("workload", "method") else "right")
-    before = None
-    for line in table.itertuples(index=False, name=None):
-        first, *others = (_cell(value) for value in line)
-        if by_workload and first != before:
-            shown.add_section()
-        shown.add_row("" if by_workload and first == before else first, *others)
-        before = first
-    return shown
-
-
-def _cell(value: object) -> str:
-    return tables.number(value, 4) if isinstance(value, float) else escape(str(value))

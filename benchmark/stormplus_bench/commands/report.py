@@ -73,12 +73,8 @@ def report(  # noqa: PLR0917
                 figures.save(figure, output / "figures" / f"{name}.{kind}", dpi=130)
         for path, text in filled.items():
             write_whole(path, text)
-    if style == "json":
-        click.echo(tables.as_json(found))
-    elif style == "latex":
-        click.echo("\n".join(table.latex() for table in found if table.name != "results"))
-    else:
-        click.echo(tables.scores_table(frame).text().to_string())
+    shown = [table for table in found if style == "json" or table.name != "results"]
+    click.echo(tables.printed(shown if style else [tables.scores_table(frame)], style))
     written = [output / "index.html", output / "figures", output / "table.csv", *filled]
     click.echo(f"wrote {', '.join(map(str, written))}", err=style is not None)
 
