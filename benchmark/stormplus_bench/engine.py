@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import rows
-from stormplus_bench.files import write_whole
 from stormplus_bench.interrupts import Pulse, RunsFailed, interruptible, say
 from stormplus_bench.plan import FOLDER, Plan
 
@@ -93,7 +92,8 @@ def execute(
 
 
 def _command(plan: Plan, scratch: Path, workers: list[str]) -> list[str]:
-    config = write_whole(scratch / "suite.yml", yaml.safe_dump(plan.config))
+    config = scratch / "suite.yml"
+    config.write_text(yaml.safe_dump(plan.config))
     command = [sys.executable, "-m", "benchopt", "run", str(FOLDER), *workers]
     command += ["--no-plot", "--no-display", "--no-timeout", "--no-cache", "--seed", "0"]
     return [*command, "--config", str(config), "--output", str(scratch / "results.parquet")]

@@ -1,8 +1,6 @@
 """The figures for print: pure functions of the frame that `rows.load` returns."""
 
-import io
 from collections.abc import Callable, Iterable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +9,6 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
 from stormplus_bench import finals, scores
-from stormplus_bench.files import write_whole
 from stormplus_bench.methods import METHODS, OURS, ordered
 from stormplus_bench.profiles import curves
 from stormplus_bench.style import WIDTH, style_of
@@ -22,14 +19,6 @@ MAX_RANGE = 1e20  # of a logarithmic axis
 MAX_LETTERS = 44  # of a name
 AT_DEFAULT = "each at its default lr"
 AT_BEST = "each at its best lr (methods with one learning rate are left out)"
-
-
-def save(figure: Figure, path: Path, dpi: int) -> None:
-    """Write a figure completely or not at all, in the format of the name's suffix."""
-    drawn = io.BytesIO()
-    figure.savefig(drawn, format=path.suffix[1:], dpi=dpi)
-    figure.set_layout_engine("none")  # laid out once, for all formats
-    write_whole(path, drawn.getvalue())
 
 
 def curves_grid(

@@ -16,8 +16,6 @@ from typing import Any, NamedTuple
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus_bench.files import named
-
 CURVE = (
     *("evaluations", "samples", "seconds", "train_loss", "valid_loss"),
     *("train_accuracy", "valid_accuracy", "grad_norm"),
@@ -56,13 +54,13 @@ def append(path: str | os.PathLike[str], row: dict[str, Any]) -> None:
 
     Raises:
         ValueError: The row is incomplete, or the file is not a journal.
-        OSError: The file cannot be written; the error names it.
+        OSError: The file cannot be written.
     """
     import fcntl  # POSIX only; reading works without it
 
     check(row, "the row")
     line = json.dumps(finite(row), allow_nan=False) + "\n"
-    with named(Path(path)), open(path, "a+b") as file:
+    with open(path, "a+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
         file.seek(0)
         content = file.read()

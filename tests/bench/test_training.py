@@ -14,9 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from stormplus import StormPlus, Untuned, same_sample
-from stormplus_bench.train import catalogue, nadamw, steppers
-from stormplus_bench.train.adampp import AdamPlusPlus
-from stormplus_bench.train.schedule_free_plus import ScheduleFreePlus
+from stormplus_bench.train import catalogue, steppers
+from stormplus_bench.train.optimizers import AdamPlusPlus, NadamW, ScheduleFreePlus
 from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training
 
@@ -143,7 +142,7 @@ def mars_approximate_update(t, p, g, old, s):
 
 
 def nadamw_update(t, p, g, old, s):
-    (b1, b2), decay, lr = nadamw.BETAS, nadamw.WEIGHT_DECAY, nadamw.LEARNING_RATE
+    (b1, b2), decay, lr = NadamW.BETAS, NadamW.WEIGHT_DECAY, NadamW.LR
     s["m"] = b1 * s.get("m", 0) + (1 - b1) * g
     s["v"] = b2 * s.get("v", 0) + (1 - b2) * g * g
     ahead = (b1 * s["m"] + (1 - b1) * g) / (1 - b1**t)
@@ -163,7 +162,7 @@ def ldog_update(t, p, g, old, s):
     [
         (mars, mars_update, 11, 6),
         (mars_approximate, mars_approximate_update, 12, 12),
-        (lambda t: OneGradient(nadamw.NadamW(t.parameters)), nadamw_update, 12, 12),
+        (lambda t: OneGradient(NadamW(t.parameters)), nadamw_update, 12, 12),
         (lambda t: OneGradient(LDoG(t.parameters)), ldog_update, 12, 12),
     ],
     ids=["MARS", "MARS approximate", "NadamW", "L-DoG"],

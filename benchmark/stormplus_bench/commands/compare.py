@@ -7,7 +7,7 @@ from rich.console import Console
 
 from stormplus_bench import rows, tables
 from stormplus_bench.engine import announce, execute
-from stormplus_bench.figures import curves_grid, save
+from stormplus_bench.figures import curves_grid
 from stormplus_bench.interrupts import EXIT_CODES, explained
 from stormplus_bench.own import SOLVER, TEMPLATES, WORKLOAD
 from stormplus_bench.plan import make_plan, read_suite, suites, with_own
@@ -100,5 +100,5 @@ def compare(  # noqa: PLR0917
         table = tables.scores_table(frame) if many else tables.losses_table(frame)
         click.echo(tables.printed([table], style))
         drawn = curves_grid(frame, best_lr=not frame["default"].any())
-        save(drawn, folder / "curves.png", dpi=150)
+        drawn.savefig(folder / "curves.png", dpi=150)
         messages.print(f"figure: {folder / 'curves.png'}   rows: {journal}", markup=False)

@@ -10,7 +10,6 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from stormplus_bench import figures, finals, page, rows, scores, tables
-from stormplus_bench.files import write_whole
 from stormplus_bench.interrupts import explained
 from stormplus_bench.methods import few, in_figures
 
@@ -66,13 +65,16 @@ def report(  # noqa: PLR0917
         found = tables.all_tables(frame, times)
         blocks = {table.name: table.markdown() for table in found}
         filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in readme}
-        write_whole(output / "table.csv", tables.as_csv(scores.results(frame)))
-        write_whole(output / "index.html", page.build(frame, found[1:], home))
+        html = page.build(frame, found[1:], home)
+        (output / "figures").mkdir(parents=True, exist_ok=True)
+        (output / "table.csv").write_text(tables.as_csv(scores.results(frame)), "utf-8")
+        (output / "index.html").write_text(html, "utf-8")
         for name, figure in _figures(frame):
             for kind in ("png", "svg"):
-                figures.save(figure, output / "figures" / f"{name}.{kind}", dpi=130)
+                figure.savefig(output / "figures" / f"{name}.{kind}", dpi=130)
+                figure.set_layout_engine("none")  # laid out once, for both formats
         for path, text in filled.items():
-            write_whole(path, text)
+            path.write_text(text, "utf-8")
     shown = [table for table in found if style == "json" or table.name != "results"]
     click.echo(tables.printed(shown if style else [tables.scores_table(frame)], style))
     written = [output / "index.html", output / "figures", output / "table.csv", *filled]

@@ -10,7 +10,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, RMSprop
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus
 from stormplus.torch import PairedOptimizer
-from stormplus_bench.train.adampp import AdamPlusPlus
+from stormplus_bench.train.optimizers import AdamPlusPlus
 from stormplus_bench.train.solver import OneGradientSolver, StormSolver, TorchSolver
 
 # By name in suites: name in tables, optimizer, documented learning rate.

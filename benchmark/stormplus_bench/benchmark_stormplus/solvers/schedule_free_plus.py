@@ -1,4 +1,4 @@
-from stormplus_bench.train.schedule_free_plus import ScheduleFreePlus
+from stormplus_bench.train.optimizers import ScheduleFreePlus
 from stormplus_bench.train.solver import TorchSolver
 from stormplus_bench.train.steppers import AtAverageWithLoss
 

@@ -1,27 +1,12 @@
-"""Files are written completely or not at all, signals end a command, and logs show progress."""
+"""Signals end a command, and logs show progress."""
 
-import errno
 import io
-import os
 import signal
 
 import pytest
 from rich.console import Console
 
-from stormplus_bench.files import write_whole
 from stormplus_bench.interrupts import Pulse, interruptible
-
-
-def test_a_full_disk_names_the_file_and_leaves_the_old_one(tmp_path, monkeypatch):
-    def full_disk(*_):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    file = write_whole(tmp_path / "new" / "some.txt", "olé")
-    monkeypatch.setattr(os, "replace", full_disk)
-    with pytest.raises(OSError, match=r"No space left on device: '.*some\.txt'"):
-        write_whole(file, b"new")
-    assert file.read_text("utf-8") == "olé"
-    assert [path.name for path in file.parent.iterdir()] == ["some.txt"]
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGHUP])
