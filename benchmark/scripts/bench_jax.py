@@ -10,7 +10,6 @@ evaluates the gradient twice, a step of Adam once.
 from __future__ import annotations
 
 import argparse
-import functools
 import os
 import platform
 import time
@@ -24,11 +23,17 @@ import optax
 from sklearn.datasets import load_digits
 
 from stormplus.jax import storm_plus, untuned
+from stormplus_bench.train.networks import resnet34
 
 BAR = 2.5
 STEPS = 200
 COMPILATIONS = 3
 MLPS = [(32, 32), (64, 64), (256, 128)]  # hidden units, batch
+METHODS = {
+    "adam": optax.adam(1e-3),
+    "sgd, momentum": optax.sgd(0.1, momentum=0.9),
+    "storm+": storm_plus(),
+}
 
 Step = Callable[[Any, Any, Any], tuple[Any, Any]]
 
@@ -44,6 +49,19 @@ def least_seconds(runs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, 
             jax.block_until_ready(run())
             times[name].append(time.perf_counter() - start)
     return {name: min(values) for name, values in times.items()}
+
+
+def step_of(loss: Any, tx: Any) -> Step:
+    tx = optax.with_extra_args_support(tx)  # Adam ignores grad_fn
+
+    def step(params: Any, state: Any, sample: Any) -> tuple[Any, Any]:
+        def grad_fn(p: Any) -> Any:
+            return jax.grad(loss)(p, sample)
+
+        updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
+        return optax.apply_updates(params, updates), state
+
+    return step
 
 
 def mlp(hidden: int) -> tuple[dict[str, jax.Array], Callable[[Any, jax.Array], jax.Array]]:
@@ -65,45 +83,13 @@ def mlp(hidden: int) -> tuple[dict[str, jax.Array], Callable[[Any, jax.Array], j
     return params, loss
 
 
-def adam_step(loss: Any, tx: Any) -> Step:
-    def step(params: Any, state: Any, sample: Any) -> tuple[Any, Any]:
-        updates, state = tx.update(jax.grad(loss)(params, sample), state, params)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
-def storm_step(loss: Any, tx: Any) -> Step:
-    def step(params: Any, state: Any, sample: Any) -> tuple[Any, Any]:
-        def grad_fn(p: Any) -> Any:
-            return jax.grad(loss)(p, sample)
-
-        updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
-        return optax.apply_updates(params, updates), state
-
-    return step
-
-
 def scan_run(step: Step, params: Any, state: Any, batch: int) -> Callable[[], Any]:
     rows = jax.random.randint(jax.random.key(1), (STEPS, batch), 0, 1797)
     loop = jax.jit(lambda p, s: jax.lax.scan(lambda c, i: (step(*c, i), None), (p, s), rows)[0])
     return lambda: loop(params, state)
 
 
-def resnet34_shapes() -> list[tuple[int, ...]]:
-    shapes: list[tuple[int, ...]] = [(7, 7, 3, 64), (64,), (64,)]
-    before = 64
-    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
-        for block in range(blocks):
-            shapes += [(3, 3, before, width), (width,), (width,)]
-            shapes += [(3, 3, width, width), (width,), (width,)]
-            if block == 0 and before != width:
-                shapes += [(1, 1, before, width), (width,), (width,)]
-            before = width
-    return [*shapes, (512, 1000), (1000,)]
-
-
-def resnet34_loss(params: list[jax.Array], sample: list[jax.Array]) -> jax.Array:
+def linear_layers(params: list[jax.Array], sample: list[jax.Array]) -> jax.Array:
     """Each leaf as a linear layer with two rows of input: gradients from matrix products,
     cheap enough that the optimizers' own passes over memory show.
     """
@@ -122,11 +108,8 @@ def donating_run(step: Step, params: Any, state: Any, sample: Any) -> Callable[[
     return run
 
 
-def layers(leaves: int) -> list[jax.Array]:
-    """Matrices and vectors of four shapes, as a network of equal layers has them."""
-    shapes = [(64, 64), (64,), (64, 256), (256,)] * (leaves // 4)
-    rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) / 8 for shape in shapes]
+def normal(rng: np.random.Generator, shape: tuple[int, ...]) -> jax.Array:
+    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
 def compile_and_run(tx: Any, params: Any, rounds: int) -> tuple[float, float]:
@@ -156,9 +139,7 @@ def report(name: str, seconds: dict[str, float], unit: str, scale: float) -> flo
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=40, help="repetitions of each figure")
-    rounds = parser.parse_args().rounds
-    adam, sgd, storm = optax.adam(1e-3), optax.sgd(0.1, momentum=0.9), storm_plus()
-
+    rounds, rng = parser.parse_args().rounds, np.random.default_rng(0)
     print(
         f"jax {jax.__version__}, optax {optax.__version__}, numpy {np.__version__}, "
         f"Python {platform.python_version()}, {platform.machine()}, {os.cpu_count()} cores, "
@@ -167,8 +148,9 @@ def main() -> None:
 
     print("\nuntuned and adam, the update alone: CPU seconds to compile, milliseconds to run:")
     for leaves in (80, 240):
-        params = layers(leaves)
-        ours, theirs = (compile_and_run(tx, params, rounds) for tx in (untuned(), adam))
+        shapes = [(64, 64), (64,), (64, 256), (256,)] * (leaves // 4)  # a network of equal layers
+        params = [normal(rng, shape) / 8 for shape in shapes]
+        ours, theirs = (compile_and_run(tx, params, rounds) for tx in (untuned(), METHODS["adam"]))
         print(
             f"  {leaves} leaves: compile {ours[0]:.2f} s, {ours[0] / theirs[0]:.1f} x adam; "
             f"run {ours[1] * 1e3:.2f} ms, {ours[1] / theirs[1]:.1f} x adam"
@@ -178,37 +160,22 @@ def main() -> None:
     ratios = []
     for hidden, batch in MLPS:
         params, loss = mlp(hidden)
-        seconds = least_seconds(
-            {
-                "adam": scan_run(adam_step(loss, adam), params, adam.init(params), batch),
-                "sgd, momentum": scan_run(adam_step(loss, sgd), params, sgd.init(params), batch),
-                "storm+": scan_run(storm_step(loss, storm), params, storm.init(params), batch),
-            },
-            rounds,
-        )
+        runs = {
+            name: scan_run(step_of(loss, tx), params, tx.init(params), batch)
+            for name, tx in METHODS.items()
+        }
+        seconds = least_seconds(runs, rounds)
         ratios.append(report(f"{hidden} hidden units, batch {batch}", seconds, "us", 1e6 / STEPS))
 
-    shapes = resnet34_shapes()
-    rng = np.random.default_rng(0)
-    weights = [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
-    sample = [
-        jnp.asarray(rng.standard_normal((2, leaf.size // leaf.shape[-1])), jnp.float32)
-        for leaf in weights
-    ]
-    millions = sum(leaf.size for leaf in weights) / 1e6
-    print(
-        f"\nOne compiled step on ResNet34's tree, {len(shapes)} leaves, {millions:.1f} M elements:"
-    )
-    make = functools.partial(donating_run, params=weights, sample=sample)
-    seconds = least_seconds(
-        {
-            "adam": make(adam_step(resnet34_loss, adam), state=adam.init(weights)),
-            "sgd, momentum": make(adam_step(resnet34_loss, sgd), state=sgd.init(weights)),
-            "storm+": make(storm_step(resnet34_loss, storm), state=storm.init(weights)),
-        },
-        rounds,
-    )
-    report("ResNet34", seconds, "ms", 1e3)
+    weights = [normal(rng, tuple(reversed(p.shape))) for p in resnet34(1000).parameters()]
+    sample = [normal(rng, (2, leaf.size // leaf.shape[-1])) for leaf in weights]
+    count, millions = len(weights), sum(leaf.size for leaf in weights) / 1e6
+    print(f"\nOne compiled step on ResNet34's tree, {count} leaves, {millions:.1f} M elements:")
+    runs = {
+        name: donating_run(step_of(linear_layers, tx), weights, tx.init(weights), sample)
+        for name, tx in METHODS.items()
+    }
+    report("ResNet34", least_seconds(runs, rounds), "ms", 1e3)
 
     print(
         f"\nstorm+ inside lax.scan, two evaluations included: {max(ratios):.2f} x adam at worst "
