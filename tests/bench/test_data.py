@@ -1,7 +1,6 @@
-"""The readers of the data sets, and `stormplus data` against a local server."""
+"""The readers of the data sets, and `stormplus data`."""
 
 import gzip
-import threading
 from pathlib import Path
 
 import bench_data as small
@@ -22,13 +21,7 @@ def folder(monkeypatch, tmp_path):
 
 @pytest.fixture
 def server(monkeypatch, folder):
-    monkeypatch.setenv("NO_PROXY", "*")
-    with small.Server(monkeypatch) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+    return small.Downloads(monkeypatch)
 
 
 def run(*arguments):

@@ -208,7 +208,7 @@ def test_odd_rows_have_a_report_too(tmp_path, odd):
 @pytest.mark.long
 def test_pages_say_what_the_committed_rows_say():
     """`make report` would change nothing."""
-    names = ("smooth", "networks", "untuned")
+    names = ("smooth", "networks", "untuned", "rivals")
     frame = read(tuple(ROOT / "docs" / "results" / f"{name}.jsonl.gz" for name in names))
     times = read_step_times(ROOT / "docs" / "results" / "step_time.json")
     blocks = {table.name: table.markdown() for table in tables.all_tables(frame, times)}

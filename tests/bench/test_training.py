@@ -246,12 +246,11 @@ def test_an_averaged_method_is_measured_at_its_average(optimizer):
     points = []
     for step in range(1, 5):
         run.advance(step)
-        points.append(nn.utils.parameters_to_vector(run.model.parameters()).detach())
+        points.append(vector_of(run.model))
     mean = points[0]
     for t in (2, 3, 4):  # Shamir and Zhang (2013): weights like t^8
         mean = mean + 9 / (8 + t) * (points[t - 1] - mean)
-    judged = nn.utils.parameters_to_vector(run.stepper.result(run).parameters())
-    torch.testing.assert_close(judged, mean)
+    torch.testing.assert_close(vector_of(run.stepper.result(run)), mean)
 
 
 def test_the_state_counts_all_that_a_method_keeps():
@@ -306,46 +305,50 @@ def test_the_scheduled_rate_rises_in_a_line_and_falls_to_zero(linear, quarter):
     assert run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 
-def test_adam_plus_plus_is_its_papers_recursion_with_adams_correction():
-    workload = digits()
-    run = start(workload, OneGradient, AdamPlusPlus)
-    run.advance(STEPS)
-    # Literal, on all weights as one vector.
+def on_one_vector(workload):
+    """All weights as one vector, and the loss and its gradient there on the next sample."""
     model, stream = workload.model(0), workload.samples(0)
     parameters = list(model.parameters())
-    x = nn.utils.parameters_to_vector(parameters).detach()
-    origin, m, v, largest = x.clone(), torch.zeros_like(x), torch.zeros_like(x), 0 * x
-    eta = 1e-6 * (1 + float(x.norm()))
-    for t in range(STEPS):
+
+    def at(x):
         nn.utils.vector_to_parameters(x, parameters)
         inputs, targets = next(stream)
-        grads = torch.autograd.grad(F.cross_entropy(model(inputs), targets), parameters)
-        g = torch.cat([grad.flatten() for grad in grads])
+        loss = F.cross_entropy(model(inputs), targets)
+        return loss.item(), torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
+
+    return vector_of(model), at
+
+
+def vector_of(model):
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+
+
+def test_adam_plus_plus_is_its_papers_recursion_with_adams_correction():
+    run = start(digits(), OneGradient, AdamPlusPlus)
+    run.advance(STEPS)
+    x, at = on_one_vector(digits())
+    origin, m, v, largest = x.clone(), 0 * x, 0 * x, 0 * x
+    eta = 1e-6 * (1 + float(x.norm()))
+    for t in range(STEPS):
+        _, g = at(x)
         eta = max(eta, float((x - origin).norm()) / len(x) ** 0.5)
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         largest = torch.maximum(largest, v / (1 - 0.999 ** (t + 1)))
         x = x - eta * m / (1 - 0.9 ** (t + 1)) / (1e-8 + ((t + 1) * largest).sqrt())
-    found = nn.utils.parameters_to_vector(run.model.parameters())
     moved = float((x - origin).abs().max())
     assert eta > 2e-6 * (1 + float(origin.norm()))  # the distance counts
-    torch.testing.assert_close(found, x, rtol=0, atol=1e-2 * moved)
+    torch.testing.assert_close(vector_of(run.model), x, rtol=0, atol=1e-2 * moved)
 
 
 def test_schedule_free_plus_is_its_papers_recursion_with_polyaks_step():
-    workload = digits()
-    run = start(workload, steppers.AtAverageWithLoss, ScheduleFreePlus)
+    run = start(digits(), steppers.AtAverageWithLoss, ScheduleFreePlus)
     run.advance(STEPS)
-    # Literal, on all weights as one vector.
-    model, stream = workload.model(0), workload.samples(0)
-    parameters = list(model.parameters())
-    x = z = y = nn.utils.parameters_to_vector(parameters).detach()
+    x, at = on_one_vector(digits())
+    y = z = x
     m, v, largest, weights = 0 * x, 0 * x, 0.0, []
     for t in range(1, STEPS + 1):
-        nn.utils.vector_to_parameters(y, parameters)
-        inputs, targets = next(stream)
-        loss = F.cross_entropy(model(inputs), targets)
-        g = torch.cat([g.flatten() for g in torch.autograd.grad(loss, parameters)])
-        value = loss.item() + 0.9 * float(g @ (z - x))
+        loss, g = at(y)
+        value = loss + 0.9 * float(g @ (z - x))
         size = max(0.0, value) / (float(g.abs().sum()) * math.sqrt(math.pi / 2))
         m, v = 0.9 * m + 0.1 * g, 0.95 * v + 0.05 * g * g
         z = z - size * (m / (1 - 0.9**t)) / ((v / (1 - 0.95**t)).sqrt() + 1e-8)
@@ -354,12 +357,9 @@ def test_schedule_free_plus_is_its_papers_recursion_with_polyaks_step():
         c = weights[-1] / sum(weights)
         x = (1 - c) * x + c * z
         y = 0.9 * x + 0.1 * z
-    trained, judged = (
-        nn.utils.parameters_to_vector(found.parameters())
-        for found in (copy.deepcopy(run.model), run.stepper.result(run))
-    )
-    torch.testing.assert_close(trained, y, rtol=1e-4, atol=1e-6)
-    torch.testing.assert_close(judged, x, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(vector_of(run.model), y, rtol=1e-4, atol=1e-6)
+    judged = run.stepper.result(run)
+    torch.testing.assert_close(vector_of(judged), x, rtol=1e-4, atol=1e-6)
 
 
 def test_losses_accuracies_and_gradients_of_the_measured_examples():

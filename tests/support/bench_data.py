@@ -1,13 +1,14 @@
-"""Small data sets in the format of the real ones, and a server for them that can fail."""
+"""Small data sets in the format of the real ones, and downloads of them that can fail."""
 
 import gzip
 import hashlib
-import http.server
 import io
 import struct
 import tarfile
+from pathlib import Path
 
 import numpy as np
+import requests
 
 from stormplus_bench import data
 
@@ -46,7 +47,7 @@ def mnist_arrays():
 
 
 def released():
-    """The files that the server has, by name."""
+    """The files to download, by name."""
     whole = io.BytesIO()
     with tarfile.open(fileobj=whole, mode="w:gz") as tar:
         for k, name in enumerate(data.CIFAR10_FILES, start=1):
@@ -58,33 +59,24 @@ def released():
     return files | {f"{n}.gz": gzip.compress(idx(a), mtime=0) for n, a in mnist_arrays().items()}
 
 
-class Server(http.server.ThreadingHTTPServer):
-    """Serves `released()`; `spoil[name]` is "cut", "other" (content) or "gone"."""
-
-    daemon_threads = True
+class Downloads:
+    """Replaces pooch's downloader; `spoil[name]` is "cut", "other" (content) or "gone"."""
 
     def __init__(self, monkeypatch):
-        super().__init__(("127.0.0.1", 0), Handler)
         self.content, self.spoil, self.requests = released(), {}, []
+        monkeypatch.setattr(data.pooch, "HTTPDownloader", lambda progressbar: self.download)
         for name, remotes in data.REMOTES.items():
-            monkeypatch.setitem(data.REMOTES, name, [self._local(*r) for r in remotes])
+            monkeypatch.setitem(data.REMOTES, name, [self._small(*r) for r in remotes])
 
-    def _local(self, url, path, checksum):
+    def _small(self, url, path, checksum):
         algorithm, name = checksum.partition(":")[0], url.rpartition("/")[2]
-        digest = hashlib.new(algorithm, self.content[name]).hexdigest()
-        return f"http://127.0.0.1:{self.server_port}/{name}", path, f"{algorithm}:{digest}"
+        return url, path, f"{algorithm}:{hashlib.new(algorithm, self.content[name]).hexdigest()}"
 
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        name = self.path.rpartition("/")[2]
-        self.server.requests.append(name)
-        content, spoil = self.server.content[name], self.server.spoil.get(name)
-        self.send_response(404 if spoil == "gone" else 200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
+    def download(self, url, file, _):
+        name = url.rpartition("/")[2]
+        self.requests.append(name)
+        content, spoil = self.content[name], self.spoil.get(name)
+        if spoil == "gone":
+            raise requests.HTTPError("404")
         sent = {"cut": content[: len(content) // 2], "other": b"?" * len(content)}
-        self.wfile.write(sent.get(spoil, content))
-
-    def log_message(self, *_):
-        pass
+        Path(file).write_bytes(sent.get(spoil, content))
