@@ -61,7 +61,7 @@ format: $(READY)  ## format with ruff
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-ROWS := $(addprefix docs/results/,smooth.jsonl.gz networks.jsonl.gz untuned.jsonl.gz)
+ROWS := $(addprefix docs/results/,smooth.jsonl.gz networks.jsonl.gz untuned.jsonl.gz rivals.jsonl.gz)
 
 # The site needs no trainer: mkdocstrings reads sources.
 $(READY_DOCS): $(READY)

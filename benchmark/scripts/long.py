@@ -11,7 +11,8 @@ import pandas as pd
 from stormplus_bench import finals, rows, scores, tables
 
 PAGE = Path("docs/benchmark.md")
-ROWS = [Path("docs/results/long.jsonl.gz"), Path("docs/results/long-held-out.jsonl.gz")]
+NAMES = ("long", "long-held-out", "long-rivals")
+ROWS = [Path(f"docs/results/{name}.jsonl.gz") for name in NAMES]
 
 
 def main(paths: list[str]) -> None:
