@@ -16,7 +16,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from stormplus_bench import finals, rows
 from stormplus_bench.interrupts import Pulse
 from stormplus_bench.methods import ordered
-from stormplus_bench.own import Make, Method, workload_of
+from stormplus_bench.own import Make, Method, method_of, workload_of
 from stormplus_bench.train.catalogue import EVERY
 from stormplus_bench.train.training import Training, row_of
 from stormplus_bench.train.workload import Workload
@@ -145,17 +145,8 @@ def _methods(methods: Mapping[str, Makes] | Sequence[type]) -> list[Method]:
         if not all(isinstance(made, type) for made in methods):
             raise TypeError(f"methods should be a dict, or a list of classes, got {methods!r}")
         methods = {made.__name__: made for made in methods}
-    found = []
-    for name, given in methods.items():
-        if not (isinstance(name, str) and name and name.isprintable()):
-            raise ValueError(f"the name of a method should be a text of one line, got {name!r}")
-        make, rates = given if isinstance(given, tuple) else (given, ())
-        if not callable(make):
-            raise TypeError(f"{name}: should be a function of the parameters, got {make!r}")
-        if not isinstance(rates, Iterable):
-            raise TypeError(f"{name}: the rates should be a list of numbers, got {rates!r}")
-        found.append(Method(name, make, tuple(map(float, rates))))
-    return found
+    pairs = {name: made if isinstance(made, tuple) else (made,) for name, made in methods.items()}
+    return [method_of(name, *pair) for name, pair in pairs.items()]
 
 
 def _workload(given: str | Mapping[str, Any] | Workload) -> Workload:

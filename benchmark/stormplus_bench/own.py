@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from inspect import Parameter, signature
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +55,18 @@ class Method:
         return stepper_of(made, self.name)
 
 
+def method_of(name: Any, make: Any, rates: Any = ()) -> Method:
+    """Return the method; a ValueError says which of its parts is wrong."""
+    if not isinstance(name, str) or not name.isprintable() or not name:
+        raise ValueError(f"name should be a text of one line, got {name!r}")
+    if not callable(make):
+        raise ValueError(f"{name}: make should be a function, got {make!r}")
+    numbers = list(rates) if isinstance(rates, Iterable) else [rates]
+    if not all(isinstance(lr, Real) and math.isfinite(lr) for lr in numbers):
+        raise ValueError(f"{name}: rates should be a list of numbers, got {rates!r}")
+    return Method(name, make, tuple(map(float, numbers)))
+
+
 def stepper_of(made: Any, name: str) -> Stepper:
     """Return the stepper for an optimizer, or `made` itself if it is a stepper.
 
@@ -80,17 +93,12 @@ def stepper_of(made: Any, name: str) -> Stepper:
 def read_method(file: str) -> Method:
     """Return the method that a solver file defines; a ValueError says what is wrong with it."""
     found = _variables(file)
-    name, make, rates = found.get("name"), found.get("make"), found.get("rates")
-    if not isinstance(name, str) or not name.isprintable() or not name:
-        raise ValueError(f"{file}: name should be a text of one line, got {name!r}.\n{SOLVER}")
-    if name in METHODS:
-        raise ValueError(f"{file}: {name} is a method of the benchmark: choose another name")
-    if not callable(make):
-        raise ValueError(f"{file}: make should be a function, got {make!r}.\n{SOLVER}")
-    numbers = list(rates) if isinstance(rates, Iterable) else []
-    if not numbers or not all(isinstance(lr, int | float) and math.isfinite(lr) for lr in numbers):
-        raise ValueError(f"{file}: rates should be a list of numbers, got {rates!r}.\n{SOLVER}")
-    return Method(name, make, tuple(map(float, numbers)))
+    if found.get("name") in METHODS:
+        raise ValueError(f"{file}: {found['name']} is a method of the benchmark: rename yours")
+    try:
+        return method_of(found.get("name"), found.get("make"), found.get("rates") or None)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}.\n{SOLVER}") from error
 
 
 def read_workload(file: str) -> Network:

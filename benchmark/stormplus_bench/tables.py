@@ -99,13 +99,6 @@ def printed(tables: Sequence[Table], style: str | None = None) -> str:
     return json.dumps(found, indent=1, ensure_ascii=False)
 
 
-def as_csv(frame: pd.DataFrame) -> str:
-    """Return the frame as CSV in which no text is a spreadsheet's formula."""
-    texts = frame.select_dtypes(exclude=["number", "bool"]).columns
-    guarded = {name: frame[name].str.replace(r"^([=+\-@])", r"'\1", regex=True) for name in texts}
-    return str(frame.assign(**guarded).to_csv(index=False))
-
-
 def fill(page: str, blocks: Mapping[str, str], file: str) -> str:
     """Return the page with these texts between `<!-- NAME:begin -->` and `<!-- NAME:end -->`.
 

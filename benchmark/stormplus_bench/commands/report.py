@@ -67,7 +67,7 @@ def report(  # noqa: PLR0917
         filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in readme}
         html = page.build(frame, found[1:], home)
         (output / "figures").mkdir(parents=True, exist_ok=True)
-        (output / "table.csv").write_text(tables.as_csv(scores.results(frame)), "utf-8")
+        scores.results(frame).to_csv(output / "table.csv", index=False)
         (output / "index.html").write_text(html, "utf-8")
         for name, figure in _figures(frame):
             for kind in ("png", "svg"):
