@@ -97,8 +97,8 @@ def compare(
             list of classes. For several learning rates, a pair (make, rates), and then
             `make(parameters, lr)` is called; the first rate is the default.
         workload: A dict with model, loss, data, budget and other arguments of
-            `stormplus_bench.train.workload.Network`; or the name of a workload of the benchmark,
-            such as "mlp-digits".
+            `stormplus_bench.train.workload.Network`; or the name of a workload of the benchmark;
+            by default "mlp-digits".
         seeds: How many, or which.
         progress: Whether to show progress on the standard error stream.
 

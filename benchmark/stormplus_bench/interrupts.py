@@ -23,10 +23,14 @@ class RunsFailed(RuntimeError):
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[None]:
-    """Treat SIGTERM and SIGHUP as Ctrl-C; an ignored signal (`nohup`) stays ignored."""
-    before = {sign: signal.getsignal(sign) for sign in (signal.SIGTERM, signal.SIGHUP)}
+    """Treat SIGTERM and SIGHUP as Ctrl-C; an ignored SIGHUP (`nohup`) stays ignored.
+
+    SIGINT is set too: a shell's background job ignores it at the start.
+    """
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {sign: signal.getsignal(sign) for sign in signals}
     for sign, handler in before.items():
-        if handler is not signal.SIG_IGN:
+        if sign != signal.SIGHUP or handler is not signal.SIG_IGN:
             signal.signal(sign, signal.default_int_handler)
     try:
         yield
