@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import finals, rows
-from stormplus_bench.interrupts import Pulse
+from stormplus_bench.interrupts import ProgressLog
 from stormplus_bench.methods import ordered
 from stormplus_bench.own import Make, Method, method_of, workload_of
 from stormplus_bench.train.catalogue import EVERY
@@ -113,7 +113,7 @@ def compare(
         raise ValueError(f"nothing to compare: methods {methods}, seeds {chosen}")
     console = Console(stderr=True, quiet=not progress)
     columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    pulse, found = Pulse(console), []
+    log, found = ProgressLog(console), []
     with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
         shown = bar.add_task("", total=len(runs) * task.budget)
         for number, (method, lr, seed) in enumerate(runs):
@@ -121,7 +121,7 @@ def compare(
 
             def notify(done: int, before: int = number) -> None:
                 bar.update(shown, completed=before * task.budget + done)
-                pulse.beat(f"{before}/{len(runs)} runs, {done}/{task.budget} evaluations")
+                log.print(f"{before}/{len(runs)} runs, {done}/{task.budget} evaluations")
 
             try:
                 found.append(_one_run(method, lr, task, seed, notify))

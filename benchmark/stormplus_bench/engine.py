@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import rows
-from stormplus_bench.interrupts import Pulse, RunsFailed, interruptible, say
+from stormplus_bench.interrupts import ProgressLog, RunsFailed, interruptible, print_plain
 from stormplus_bench.plan import FOLDER, Plan
 
 POLL = 0.5  # seconds
@@ -29,12 +29,12 @@ PATIENCE = 15.0  # seconds for benchopt to stop by itself
 def announce(plan: Plan, journal: Path, jobs: int, console: Console) -> None:
     """Print what is skipped, and how long the remaining runs will take."""
     for what, reason in plan.skipped.items():
-        say(console, f"skipped {what}: {reason}")
+        print_plain(console, f"skipped {what}: {reason}")
     left = plan.left(rows.keys(journal))
     if done := len(plan.runs) - len(left):
-        say(console, f"{done} of {len(plan.runs)} runs are already in {journal}")
+        print_plain(console, f"{done} of {len(plan.runs)} runs are already in {journal}")
     minutes = plan.estimate(left) / 60 / jobs
-    say(console, f"About {minutes:.1f} min for {len(left)} runs, plus evaluation")
+    print_plain(console, f"About {minutes:.1f} min for {len(left)} runs, plus evaluation")
 
 
 def execute(
@@ -116,7 +116,7 @@ def _watch(
     """Show the share of the estimated time that is done, until the child ends."""
     console = Console(stderr=True)
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    pulse, total, ended = Pulse(console), plan.estimate(left), False
+    lines, total, ended = ProgressLog(console), plan.estimate(left), False
     with Progress(*columns, console=console) as progress:
         task = progress.add_task("", total=total)
         while not ended:
@@ -125,7 +125,7 @@ def _watch(
             still = plan.left(rows.keys(journal))
             text = f"{len(plan.runs) - len(still)}/{len(plan.runs)} runs"
             progress.update(task, description=text, completed=total - plan.estimate(still))
-            pulse.beat(text)
+            lines.print(text)
             if not ended:
                 time.sleep(POLL)
 

@@ -40,30 +40,31 @@ def interruptible() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def explained(kept: Path, console: Console) -> Iterator[None]:
+def exit_on_error(kept: Path, console: Console) -> Iterator[None]:
     """Turn errors into a message and an exit code; `kept` is where finished runs are stored."""
     try:
         yield
     except KeyboardInterrupt:
-        say(console, f"\ninterrupted; finished runs are in {kept}: repeat the command to continue")
+        message = f"interrupted; finished runs are in {kept}: repeat the command to continue"
+        print_plain(console, f"\n{message}")
         raise SystemExit(130) from None
     except (RunsFailed, ValueError, OSError, ImportError) as error:
         raise click.ClickException(str(error)) from error
 
 
-def say(console: Console, text: str) -> None:
+def print_plain(console: Console, text: str) -> None:
     """Print text as it is."""
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class Pulse:
+class ProgressLog:
     """Prints a line per minute unless the console is a terminal, which shows a bar."""
 
     def __init__(self, console: Console) -> None:
         self.console, self.last = console, time.monotonic()
 
-    def beat(self, text: str) -> None:
-        """Print the text if a line is due."""
+    def print(self, text: str) -> None:
+        """Print the text if the last line is a minute old."""
         if not self.console.is_terminal and time.monotonic() - self.last >= 60:
             self.last = time.monotonic()
-            say(self.console, text)
+            print_plain(self.console, text)

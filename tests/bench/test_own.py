@@ -16,6 +16,7 @@ from stormplus_bench import compare, own, rows
 from stormplus_bench.commands.compare import compare as command
 from stormplus_bench.engine import execute
 from stormplus_bench.plan import make_plan, with_own
+from stormplus_bench.train.catalogue import EVERY
 from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training
 
@@ -98,8 +99,9 @@ def test_a_dict_of_optimizers_gives_a_table_a_figure_and_rows(tmp_path):
     assert len(rows.keys(journal)) == 2 * 4
 
 
-def test_a_list_of_classes_is_named_by_them():
-    found = compare([Untuned, torch.optim.Adam], line(), progress=False)
+def test_a_list_of_classes_is_named_by_them(monkeypatch):
+    monkeypatch.setitem(EVERY, "mlp-digits", lambda: own.workload_of(line()))
+    found = compare([Untuned, torch.optim.Adam], progress=False)
     assert set(found.table.index) == {"Untuned", "Adam"}
     assert "Untuned" in repr(found)
     with pytest.raises(TypeError, match="a dict, or a list of classes"):

@@ -50,7 +50,7 @@ def test_a_large_lag_or_an_end_at_chance_fails(tmp_path, end, passed):
         row = command.run(case, method)
         row["curve"]["train_loss"] = [2.3, last]
         rows.append(journal, row)
-    line, found = command.judged(case, journal)
+    line, found = command.judge(case, journal)
     assert found == passed
     assert end is None or f"| {(end - 1) / 1.3:+.2f} |" in line
 
@@ -58,7 +58,7 @@ def test_a_large_lag_or_an_end_at_chance_fails(tmp_path, end, passed):
 @pytest.mark.usefixtures("tiny")
 def test_a_walk_that_goes_too_far_fails(tmp_path):
     case = replace(robust.case("tiny, walk"), chance=1e-3)
-    assert not command.judged(case, tmp_path / "rows.jsonl")[1]
+    assert not command.judge(case, tmp_path / "rows.jsonl")[1]
 
 
 def test_names():

@@ -8,7 +8,7 @@ from rich.console import Console
 from stormplus_bench import rows, tables
 from stormplus_bench.engine import announce, execute
 from stormplus_bench.figures import curves_grid
-from stormplus_bench.interrupts import EXIT_CODES, explained
+from stormplus_bench.interrupts import EXIT_CODES, exit_on_error
 from stormplus_bench.own import SOLVER, TEMPLATES, WORKLOAD
 from stormplus_bench.plan import make_plan, read_suite, suites, with_own
 
@@ -85,7 +85,7 @@ def compare(  # noqa: PLR0917
         raise click.UsageError("--alone needs your optimizer: give --solver FILE")
     folder = Path(output or f"out/{Path(suite).stem}")
     journal, messages = folder / "rows.jsonl", Console(stderr=True)
-    with explained(journal, messages):
+    with exit_on_error(journal, messages):
         config = with_own(read_suite(suite), solver, workload, seeds, alone=alone)
         plan = make_plan(config, threads, method)
         announce(plan, journal, jobs, messages)

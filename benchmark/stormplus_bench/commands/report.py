@@ -10,7 +10,7 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from stormplus_bench import figures, finals, page, rows, scores, tables
-from stormplus_bench.interrupts import explained
+from stormplus_bench.interrupts import exit_on_error
 from stormplus_bench.methods import few, in_figures
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
@@ -59,7 +59,7 @@ def report(  # noqa: PLR0917
       1    ROWS or a page cannot be used, or a file cannot be written
       2    wrong usage
     """  # noqa: D301 - \b is click's mark for lines that must not be wrapped
-    with explained(output, Console(stderr=True)):
+    with exit_on_error(output, Console(stderr=True)):
         frame = read(files)
         times = read_step_times(step_times) if step_times else {}
         found = tables.all_tables(frame, times)

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from stormplus import Untuned
 from stormplus_bench import rows
-from stormplus_bench.interrupts import EXIT_CODES, explained, interruptible
+from stormplus_bench.interrupts import EXIT_CODES, exit_on_error, interruptible
 from stormplus_bench.train.robust import CASES, Case, case
 from stormplus_bench.train.steppers import AtAverage, OneGradient, Stepper
 from stormplus_bench.train.training import Training, row_of
@@ -61,11 +61,11 @@ def robust(output: str, only: tuple[str, ...], listing: bool) -> None:
     journal = Path(output) / "rows.jsonl"
     torch.set_num_threads(1)
     failed = []
-    with explained(journal, Console(stderr=True)), interruptible():
+    with exit_on_error(journal, Console(stderr=True)), interruptible():
         journal.parent.mkdir(parents=True, exist_ok=True)
         click.echo(f"| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}")
         for name in names:
-            line, passed = judged(case(name), journal)
+            line, passed = judge(case(name), journal)
             click.echo(line)
             failed += [] if passed else [name]
     click.echo(f"\n{len(names) - len(failed)} of {len(names)} cases passed; rows: {journal}")
@@ -73,7 +73,7 @@ def robust(output: str, only: tuple[str, ...], listing: bool) -> None:
         click.echo(f"failed: {name}")
 
 
-def judged(workload: Case, journal: Path) -> tuple[str, bool]:
+def judge(workload: Case, journal: Path) -> tuple[str, bool]:
     """Run what the journal does not have; return the case's line and whether it passed."""
     done = {key[1] for key in rows.keys(journal) if key[0] == workload.name}
     for method in METHODS:

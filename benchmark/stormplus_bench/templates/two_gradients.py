@@ -11,7 +11,7 @@ name, rates = "Extragradient", [0.1, 0.3]  # the first rate is the default
 
 
 class Extragradient(OneGradient):
-    price = 2  # gradients per step
+    gradients_per_step = 2
 
     def step(self, training):
         sample = training.draw()

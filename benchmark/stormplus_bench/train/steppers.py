@@ -15,9 +15,9 @@ from stormplus_bench.train.training import Diverged, Training
 
 
 class Stepper(ABC):
-    """A method in a run; `price` is the largest number of gradients per step."""
+    """A method in a run; `gradients_per_step` is the largest number that it takes."""
 
-    price = 1
+    gradients_per_step = 1
 
     @abstractmethod
     def step(self, training: Training) -> None:
@@ -59,7 +59,7 @@ def gradient_of(p: Tensor) -> Tensor:
 class TwoGradients(OneGradient):
     """STORM+: the closure runs twice per sample; BatchNorm's statistics are updated once."""
 
-    price = 2
+    gradients_per_step = 2
 
     def step(self, training: Training) -> None:
         sample = training.draw()
@@ -167,7 +167,7 @@ class Mars(OneGradient):
     step, on all tensors.
     """
 
-    price = 2
+    gradients_per_step = 2
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         super().__init__(AdamW(model.parameters(), lr, (0.95, 0.99), weight_decay=0.0))
@@ -227,7 +227,7 @@ class MarsApproximate(OneGradient):
         return super().state_mb + size_mb(self.old)
 
 
-class Together(OneGradient):
+class TwoOptimizers(OneGradient):
     """Two optimizers, each with some of the parameters."""
 
     def __init__(self, optimizer: Any, other: Any) -> None:
@@ -250,7 +250,7 @@ class Svrg(Stepper):
     anchor is kept when the budget does not allow another one.
     """
 
-    price = 2
+    gradients_per_step = 2
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         self.lr, self.params = lr, list(model.parameters())

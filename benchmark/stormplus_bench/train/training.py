@@ -85,7 +85,7 @@ class Training:
             with torch.random.fork_rng(devices=[]):
                 torch.set_rng_state(self._rng_state)
                 try:
-                    while self.evaluations + self.stepper.price <= target:
+                    while self.evaluations + self.stepper.gradients_per_step <= target:
                         self.stepper.step(self)
                 finally:
                     self._rng_state = torch.get_rng_state()
@@ -109,7 +109,7 @@ class Training:
     def require_whole(self) -> None:
         """Raise if benchopt stopped the run before its budget was spent."""
         budget = self.workload.budget
-        if self.status == "done" and self.evaluations + self.stepper.price <= budget:
+        if self.status == "done" and self.evaluations + self.stepper.gradients_per_step <= budget:
             raise RuntimeError(
                 f"stopped at {self.evaluations} of {budget} evaluations: give benchopt "
                 "--no-timeout, or use `stormplus compare`, which does"

@@ -2,7 +2,7 @@ from torch import nn
 from torch.optim import AdamW, Muon
 
 from stormplus_bench.train.solver import TorchSolver
-from stormplus_bench.train.steppers import Together
+from stormplus_bench.train.steppers import TwoOptimizers
 
 
 def hidden_matrices(model):
@@ -30,4 +30,4 @@ class Solver(TorchSolver):
         ids = set(map(id, hidden))
         rest = [p for p in training.parameters if id(p) not in ids]
         muon = Muon(hidden, lr, adjust_lr_fn="match_rms_adamw")
-        return Together(AdamW(rest, lr), muon)
+        return TwoOptimizers(AdamW(rest, lr), muon)
