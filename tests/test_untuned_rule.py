@@ -12,7 +12,7 @@ from stormplus.rules import Sum
 from stormplus.untuned_rule import INITIAL_WALK, UntunedScalars
 
 START = {
-    "step": 0.0, "step_size": 0.0, "distance": 1 / 60, "ceiling": 1.0, "walk": INITIAL_WALK,
+    "step": 0.0, "step_size": 0.0, "distance": 1 / 200, "ceiling": 1.0, "walk": INITIAL_WALK,
     "evidence": 0.0, "effective_steps": 0.0,
 }  # fmt: skip
 NOWHERE = {"step_size": 0.0, "alpha": 0.0, "mean_square": 1.0, "displacement": 0.0}
@@ -76,8 +76,8 @@ def test_scales_by_hand(library):
     start, natural = library.array([3, 0, 0.5, 1e-20, 1e20]), library.array([0.5] * 5)
     ceiling = library.call(rule.distance_ceiling, start, natural)
     assert ceiling.tolist() == [3, 0.5, 0.5, 0.5, 1e20]  # the larger of both
-    found = rule.initial_distance(library.array([3.0, 0.0, 6e20]))  # a sixtieth
-    np.testing.assert_allclose(np.asarray(found), [0.05, 0, 1e19], rtol=1e-15)
+    found = rule.initial_distance(library.array([3.0, 0.0, 2e20]))  # a two-hundredth
+    np.testing.assert_allclose(np.asarray(found), [0.015, 0, 1e18], rtol=1e-15)
 
 
 @settings(max_examples=200, deadline=None)
@@ -135,11 +135,24 @@ def test_the_decay_by_hand(library):
     ],
 )
 def test_the_least_agreement_by_hand(library, ratio, walk, axes, least):
-    walk = np.array(walk, float) + INITIAL_WALK
-    displacement = np.sqrt(np.array(ratio, float) * walk)
+    walk = library.array(np.array(walk, float) + INITIAL_WALK)
     eligible = library.array(rule.eligible_tensors(axes), bool)
-    arrays = library.array(displacement), library.array(walk), eligible
-    assert library.call(rule.least_agreement, *arrays) == pytest.approx(least, abs=1e-13)
+    found = library.call(rule.least_agreement, library.array(ratio), walk, eligible)
+    assert found == pytest.approx(least, abs=1e-13)
+
+
+def test_noise_is_no_evidence_and_a_direction_is():
+    """A walk of a thousand coordinates, with a tenth of signal in its squared steps, or none."""
+    noise, eligible = np.random.default_rng(0).standard_normal((300, 1000)), np.array([True])
+    for signal, low, high in ((0.0, 0.0, 0.1), (0.3, 20.0, 30.0)):
+        moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1, keepdims=True))
+        walk = np.cumsum(np.mean((noise + signal) ** 2, 1, keepdims=True), 0)
+        ratio = rule.displacement_ratio(moved, walk)
+        found = [float(rule.least_agreement(*row, eligible, np)) for row in zip(ratio, walk)]
+        # By hand: t^2 signal^2 + t, over t (1 + signal^2), less 1, is (t - 1) times this.
+        expected = np.arange(300) * signal**2 / (1 + signal**2)
+        np.testing.assert_allclose(found, expected, atol=0.15 + 0.1 * expected.max())
+        assert low <= found[-1] <= high
 
 
 def test_after_a_step_by_hand(library):
@@ -157,14 +170,31 @@ def test_after_a_step_by_hand(library):
     assert found.step_size.tolist() == [0.1, 0.2]
     assert found.ceiling.tolist() == [2, 4]
     np.testing.assert_allclose(found.walk, [0.035, 0.22], rtol=1e-14)
-    np.testing.assert_allclose(found.distance, [2 * 0.315**0.5, 4 * 0.88**0.5], rtol=1e-14)
+    # The displacement times 2^2, the largest factor, but no more than R sqrt(1 + 3).
+    np.testing.assert_allclose(found.distance, [4, 8], rtol=1e-14)
     np.testing.assert_allclose(found.effective_steps, [3, 3.5], rtol=1e-14)  # one at most
     np.testing.assert_allclose(found.evidence, [1 + 0.5 * 9, 1 + 9], rtol=1e-12)
 
 
+def test_the_distance_grows_faster_while_the_steps_agree(library):
+    """The ratios are 0.5, 1, 1.5, 2 and 3; the factor is their square, from 1 to 4."""
+    ratio = np.array([0.5, 1, 1.5, 2, 3])
+    before = {"ceiling": 100.0, "walk": 1e-4}  # a random walk has come 1 far
+    found = library.after(before=before, mean_square=0.0, displacement=np.sqrt(ratio))
+    expected = np.maximum(0.005, np.sqrt(ratio) * [1, 1, 2.25, 4, 4])
+    np.testing.assert_allclose(found.distance, expected, rtol=1e-13)
+
+
+def test_steps_that_agree_raise_the_ceiling(library):
+    """The squares are 16 and 2 times R^2, the walk's 0.5: the least agreement, 4 - 1, counts."""
+    before = {"ceiling": 2.0, "walk": 0.5}
+    found = library.after(before=before, mean_square=0.0, displacement=[8.0, math.sqrt(8)])
+    np.testing.assert_allclose(found.distance, 2 * math.sqrt(1 + 3), rtol=1e-14)
+
+
 def test_distances_and_effective_steps_are_bounded(library):
     """The distance is the largest so far below the ceiling; a step counts for at most 1."""
-    before = {"distance": [0.1, 0.1, 0.1, 2.0, 0.1, 0.1], "ceiling": 2.0}
+    before = {"distance": [0.1, 0.1, 0.1, 2.0, 0.1, 0.1], "ceiling": 2.0, "walk": 1e30}
     squares = [0, 1e-20, 0.25, 1, 7, 1e20]
     displacement = [0.05, 0.7, 9.0, 2.0, 1e20, 0.1]
     found = library.after(before=before, displacement=displacement, mean_square=squares)
@@ -196,7 +226,7 @@ def test_the_scale_of_a_tensor_does_not_matter(library, dtype, scale):
     before |= {"walk": 1 / 3600}
     two = library.after(dtype, before, alpha=scale / 60, displacement=scale / 30)
     np.testing.assert_allclose(two.evidence, 1, rtol=1e-4)
-    np.testing.assert_allclose(two.distance, scale / 30, rtol=1e-6)
+    np.testing.assert_allclose(two.distance, 4 * scale / 30, rtol=1e-5)  # ratio 2, squared
     assert {value.dtype for value in (eta, *one, *two)} == {np.dtype(dtype)}
 
 

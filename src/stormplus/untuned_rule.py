@@ -24,8 +24,7 @@ Library: TypeAlias = Any  # numpy, torch or jax.numpy
 # Schedule-Free's beta.
 INTERPOLATION = 0.9
 
-# Initial value of `walk`; positive, so that the ratio in `least_agreement` and its derivative are
-# finite.
+# Initial value of `walk`; positive, so that `displacement_ratio` and its derivative are finite.
 INITIAL_WALK = 1e-18
 
 _MAX_RATIO = 1e15  # stands for "no tensor has moved"; finite, so that derivatives are
@@ -40,7 +39,7 @@ class UntunedScalars(NamedTuple):
         distance: r of the next step.
         ceiling: R, the tensor's scale. r exceeds it only while the steps agree.
         effective_steps: The steps so far, each counted as the part of the tensor that it moved.
-        walk: The squared distance, in units of R, of a random walk with the same step sizes.
+        walk: The squared distance, in units of R^2, of a random walk with the same step sizes.
         evidence: The sum of `least_agreement` squared over the effective steps.
     """
 
@@ -85,8 +84,13 @@ def distance_ceiling(start: Array, natural: Array, xp: Library) -> Array:
 
 
 def initial_distance(ceiling: Array) -> Array:
-    """Return r before the first move. It is also the bound on a step without evidence."""
-    return ceiling / 60.0
+    """Return r before the first move, small enough for a pretrained tensor."""
+    return ceiling / 200.0
+
+
+def max_step_size(ceiling: Array, evidence: Array) -> Array:
+    """Return the bound on eta: a layer whose coordinates move together needs time to respond."""
+    return ceiling / 60.0 * (1.0 + evidence)
 
 
 def eligible_tensors(axes: Sequence[int]) -> list[bool]:
@@ -103,12 +107,10 @@ def next_step_size(scalars: UntunedScalars, xp: Library) -> Array:
     """Return eta: r over the root of the steps so far, bounded until the steps agree.
 
     The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the gradients
-    does not decrease with t. However fast r grows, a layer whose coordinates all move in one
-    direction must have time to respond, hence the bound.
+    does not decrease with t.
     """
     eta = scalars.distance / (1.0 + scalars.effective_steps.value) ** 0.5
-    bound = initial_distance(scalars.ceiling) * (1.0 + scalars.evidence)
-    return xp.minimum(eta, bound)
+    return xp.minimum(eta, max_step_size(scalars.ceiling, scalars.evidence))
 
 
 def grad_weight(t: Array) -> Array:
@@ -142,22 +144,42 @@ def decay_factor(
     return xp.where(factor > 1, 1.0, factor)
 
 
-def least_agreement(displacement: Array, walk: Array, eligible: Array, xp: Library) -> Array:
+def displacement_ratio(displacement: Array, walk: Array) -> Array:
+    """Return the squared displacement over that of a random walk with the same step sizes.
+
+    It is about 1 if the steps look like noise, below 1 if they turn around, t if all are equal.
+
+    Args:
+        displacement: The RMS of z - z_1 in units of R.
+        walk: See `UntunedScalars`.
+    """
+    return displacement**2 / walk
+
+
+def grown_distance(displacement: Array, ratio: Array) -> Array:
+    """Return r as a step suggests it: DoG's distance, up to four times that if the steps agree.
+
+    DoG's alone (Ivgi, Hinder and Carmon, 2023) grows with the root of t at best while gradients
+    are mostly noise. Where steps agree the factor finds the size of a step within some ten steps;
+    where they turn around at once, as in a pretrained network, steps stay small.
+    """
+    return displacement * ratio.clip(1.0, 2.0) ** 2
+
+
+def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> Array:
     """Return how well the steps so far agree, in the tensor where they agree least.
 
-    Per tensor this is the squared displacement over that of a random walk with the same step sizes,
-    less 1: about 0 if the steps look like noise, t - 1 if all of them are equal.
+    Per tensor this is `displacement_ratio` less 1, at least 0.
 
     One number for all tensors: under softmax the last layer drifts along a direction that no loss
     depends on, which looks like agreement, while the layers below it see nothing but noise.
 
     Args:
-        displacement: The RMS of z - z_1 in units of R.
+        ratio: See `displacement_ratio`.
         walk: See `UntunedScalars`. A tensor that has not moved is left out.
         eligible: See `eligible_tensors`.
         xp: The arrays' library.
     """
-    ratio = displacement**2 / walk
     valid = (walk > INITIAL_WALK) & (ratio < _MAX_RATIO)  # NaN compares False
     least = xp.where(eligible & valid, ratio, _MAX_RATIO).min()
     return (least - 1) * ((least > 1) & (least < _MAX_RATIO))
@@ -188,14 +210,16 @@ def after_step(
     ceiling = scalars.ceiling
     counts = mean_square.clip(max=1.0)
     walk = scalars.walk + (alpha / ceiling) ** 2 * mean_square
-    least = least_agreement(displacement / ceiling, walk, eligible, xp)
+    ratio = displacement_ratio(displacement / ceiling, walk)
+    least = least_agreement(ratio, walk, eligible, xp)
     return UntunedScalars(
         step=scalars.step + 1.0,
         step_size=step_size,
-        # DoG's distance (Ivgi, Hinder and Carmon, 2023), below R or, while the steps agree, below
-        # R sqrt(1 + least), about R sqrt(t) at most: r does not feed itself.
+        # Below R or, while the steps agree, below R sqrt(1 + least), about R sqrt(t) at most: r
+        # does not feed itself.
         distance=xp.minimum(
-            xp.maximum(scalars.distance, displacement), ceiling * (1.0 + least) ** 0.5
+            xp.maximum(scalars.distance, grown_distance(displacement, ratio)),
+            ceiling * (1.0 + least) ** 0.5,
         ),
         ceiling=ceiling,
         effective_steps=_add(scalars.effective_steps, counts),

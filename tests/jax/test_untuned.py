@@ -63,8 +63,10 @@ def test_float32_is_the_oracle_at_every_size(size, x_size, n):
     got = {"x": x, "s": state.grad_rms, "z": fast(x, state), "average": averaged(state, x)}
     for key, value in got.items():
         np.testing.assert_allclose(value, expected[key][0], rtol=1e-5)
-    np.testing.assert_allclose(state.distance, expected["r"], rtol=1e-5)
-    np.testing.assert_allclose(state.step_size, expected["eta"], rtol=1e-5)
+    # The displacement D is a two-hundredth of x or more, so float32 knows it to 200 * 2^-24, and r
+    # is at most D^5 over the square of the walk: five times that, 6e-5.
+    np.testing.assert_allclose(state.distance, expected["r"], rtol=1e-4)
+    np.testing.assert_allclose(state.step_size, expected["eta"], rtol=1e-4)
     effective_steps = state.effective_steps.total
     np.testing.assert_allclose(effective_steps, expected["effective_steps"], rtol=1e-5)
     assert int(state.step) == len(factors)

@@ -56,7 +56,7 @@ def untuned_run(
         outputs = block.shape[-1 if inputs_last else 0] if block.ndim > 1 else 1
         natural.append(1 / math.sqrt(max(block.size // max(outputs, 1), 1)))
         ceiling.append(max(rms(block), natural[-1]))
-        r.append(ceiling[-1] / 60)
+        r.append(ceiling[-1] / 200)
     z, average, initial = ([block.copy() for block in y] for _ in range(3))
     s = [np.zeros_like(block) for block in y]
     t, effective_steps, eta, walk, evidence, agreement, weight = ([0] * len(y) for _ in range(7))
@@ -84,9 +84,10 @@ def untuned_run(
             weight[i] = min(1.0, mean_square)
             effective_steps[i] += weight[i]
             displacement = rms((z[i] - initial[i]).ravel()[:: strides[i]])
-            r[i] = max(r[i], displacement)
             walk[i] += (rate * eta[i]) ** 2 * mean_square  # squared distance of a random walk
-            agreement[i] = max(0.0, displacement**2 / walk[i] - 1) if walk[i] > 0 else 0.0
+            ratio = displacement**2 / walk[i] if walk[i] > 0 else 0.0
+            r[i] = max(r[i], displacement * min(max(1.0, ratio), 2.0) ** 2)
+            agreement[i] = max(0.0, ratio - 1)
         # The evidence of this step, once every block has its measurements. A block without a
         # gradient keeps its numbers, but its last agreement still counts.
         begun = [i for i in matrices or count if walk[i] > 0]

@@ -247,7 +247,7 @@ def test_bad_arguments_of_untuned(make, error, message):
 
 def test_a_group_that_comes_later_may_have_a_part_of_the_lr(recwarn):
     """As trainers unfreeze a backbone: at the lr of the rest, or a tenth of it."""
-    first, second, third = (nn.Parameter(torch.ones(n)) for n in (1, 2, 3))
+    first, second, third = (nn.Parameter(torch.ones(n).double()) for n in (1, 2, 3))
     opt = Untuned([first])
     opt.param_groups[0]["lr"] = 0.5  # by a schedule
     opt.add_param_group({"params": [second], "lr": 0.5})

@@ -124,12 +124,12 @@ def untuned(
         z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
         x    <- mean of z over about the last tenth of the run          the average
         y     = 0.1 z + 0.9 x                                           the parameters
-        r    <- min(max(r, RMS of z - z_1), R sqrt(1 + A))              starts at R / 60
+        r    <- min(max(r, a RMS of z - z_1), R sqrt(1 + A))            starts at R / 200
 
-    R is the leaf's root mean square at the start, or 1 / sqrt(inputs) if that is larger. A is 0
-    unless the steps so far agree in every matrix; while it is 0, no step is larger than the first,
-    R / 60. A leaf has the shape (..., inputs, outputs), as JAX's layers have it.
-    docs/untuned-rule.md has the whole rule.
+    R is the leaf's root mean square at the start, or 1 / sqrt(inputs) if that is larger. a is 1,
+    and up to 4 while the steps of the leaf agree. A is 0 unless the steps so far agree in every
+    matrix; while it is 0, no step is larger than R / 60. A leaf has the shape
+    (..., inputs, outputs), as JAX's layers have it. docs/untuned-rule.md has the whole rule.
 
     This is an ordinary transformation, `tx.update(grads, state, params)`; in a chain it must be
     the last. Gradients are evaluated at y; `averaged(state, params)` is what to validate and to
