@@ -280,22 +280,49 @@ def bag_of_words() -> Case:
     )
 
 
-class Vector(nn.Module):
-    """Numbers to find, from zero."""
+class FromZero(nn.Module):
+    """Numbers to find, from zero; one tensor per shape."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, *shapes: tuple[int, ...]) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(size))
+        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
 
 
-def long_vector() -> Case:
+def copying(*shape: int) -> Case:
     """A tensor whose natural scale is far below its solution's."""
-    target = torch.randn(50_000, generator=fixed(9))
+    target = torch.randn(shape, generator=fixed(9))
 
     def loss(model: Any, *_: Any) -> Tensor:
-        return F.mse_loss(model.weight, target)
+        return F.mse_loss(model.weights[0], target)
 
-    return Case(1500, partial(Vector, 50_000), lambda *_: None, loss, loss, 1.0)
+    return Case(1500, partial(FromZero, shape), lambda *_: None, loss, loss, 1.0)
+
+
+def item_response() -> Case:
+    """Abilities and difficulties, one number each: who answers which question."""
+    people, questions, generator = 500, 50, fixed(11)
+    ability = torch.randn(people, 1, generator=generator)
+    logits = ability - torch.randn(questions, generator=generator)
+    answers = torch.bernoulli(logits.sigmoid(), generator=generator)
+
+    def loss(model: Any, place: Any) -> Tensor:
+        i, j = place
+        found = model.weights[0][i] - model.weights[1][j]
+        return F.binary_cross_entropy_with_logits(found, answers[i, j])
+
+    def draw(_: int, generator: Generator) -> tuple[Tensor, Tensor]:
+        pairs = torch.randint(people * questions, (64,), generator=generator)
+        return pairs // questions, pairs % questions
+
+    everything = torch.arange(people)[:, None], torch.arange(questions)
+    return Case(
+        1500,
+        partial(FromZero, (people,), (questions,)),
+        draw,
+        loss,
+        lambda model: loss(model, everything),
+        math.log(2),
+    )
 
 
 def raw_targets() -> Case:
@@ -360,6 +387,15 @@ def skewed_noise() -> Case:
     return _walk(1000, draw, 1000)
 
 
+def shared_noise() -> Case:
+    """The same random number everywhere, which agrees with itself for a while: as a walk of R."""
+
+    def draw(_: int, generator: Generator) -> Tensor:
+        return torch.randn(1, generator=generator).expand(1000)
+
+    return _walk(1000, draw, math.sqrt(1000))
+
+
 def _steps(vocabulary: int, activation: str) -> int:
     if vocabulary == 2000:
         return 1500  # no method learns anything in fewer steps
@@ -394,11 +430,14 @@ CASES |= {
     "rows that wake once in a thousand steps": rare_rows,
     "a network with such rows": rare_network,
     "bag of 20,000 words": bag_of_words,
-    "a vector of 50,000 numbers from zero": long_vector,
+    "a vector of 50,000 numbers from zero": partial(copying, 50_000),
+    "an image of 3 x 128 x 128 from zero": partial(copying, 3, 128, 128),
+    "abilities and difficulties from zero": item_response,
     "linear regression on raw targets": raw_targets,
     "constant gradient": constant_gradient,
     "pure noise": pure_noise,
     "skewed noise": skewed_noise,
+    "noise in one direction": shared_noise,
 }
 
 

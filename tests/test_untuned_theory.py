@@ -1,0 +1,92 @@
+"""The two theorems of docs/untuned-rule.md, on runs of the independent transcription."""
+
+import math
+
+import numpy as np
+import pytest
+from untuned_oracle import untuned_run
+
+
+def run_and_step_sizes(grad, x1, steps):
+    rows = untuned_run(lambda k, blocks: [grad(k, blocks[0])], [x1], steps)
+    return rows, np.array([row["eta"][0] for row in rows])
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_bound_for_convex_problems(seed):
+    """The largest residual of linear equations: convex, not smooth, its subgradients exact."""
+    rng = np.random.default_rng(seed)
+    a, solution, steps = rng.standard_normal((40, 10)), rng.standard_normal(10), 500
+    x1 = solution + rng.standard_normal(10)
+
+    def value(x):
+        return np.abs(a @ (x - solution)).max()
+
+    def grad(_, y):
+        residuals = a @ (y - solution)
+        worst = np.abs(residuals).argmax()
+        return np.sign(residuals[worst]) * a[worst]
+
+    gradients = []
+
+    def recorded(k, y):
+        gradients.append(grad(k, y))
+        return gradients[-1]
+
+    rows, alpha = run_and_step_sizes(recorded, x1, steps)
+    s = np.array([row["s"][0] for row in rows])
+    z = np.array([x1, *(row["z"][0] for row in rows)])
+    np.testing.assert_allclose(np.diff(z, axis=0), -alpha[:, None] * gradients / s, rtol=1e-6)
+    # The theorem's symbols; rows are steps.
+    t = np.arange(1, steps + 1)
+    a_t = alpha * np.sqrt(t)
+    d = np.abs(z - solution).max(0)
+    w = np.array([math.prod(range(k - 1, k + 7)) for k in t], float)
+    mu = w[:, None] * s * np.sqrt(t)[:, None]
+    rises = np.maximum(np.diff(mu / a_t[:, None], axis=0, prepend=0.0), 0).sum(0)
+    bound = s[-1] / math.sqrt(steps) * (4.5 * d**2 * rises / mu[-1] + 3 * a_t.max())
+    # The average of z_2, ..., z_T, which the row before the last has.
+    average = (w[:, None] * z[:-1]).sum(0) / w.sum()
+    np.testing.assert_allclose(rows[-2]["average"][0], average, rtol=1e-9)
+    assert value(average) <= bound.sum()
+    # Once a grows slowly the rises are mu / a at the end, so the bound is that of the theorem.
+    slow = a_t[51:] <= (1 + 7 / t[51:]) * a_t[50:-1]
+    assert slow.all()
+    np.testing.assert_allclose(rises, mu[-1] / a_t[-1], rtol=1e-4)
+
+
+LAWS = {
+    "normal": lambda rng: rng.standard_normal(50),
+    "in one direction": lambda rng: np.full(50, rng.standard_normal()),
+    "Cauchy": lambda rng: rng.standard_cauchy(50),
+    "Cauchy in one direction": lambda rng: np.full(50, rng.standard_cauchy()),
+}
+
+
+@pytest.mark.parametrize("law", LAWS)
+def test_symmetric_noise_of_any_law_stays_near_the_start(law):
+    delta = 1e-3
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        x1 = rng.standard_normal(50)
+        noise = [LAWS[law](rng) for _ in range(500)]
+        rows, _ = run_and_step_sizes(lambda k, _, noise=noise: noise[k], x1, len(noise))
+        z = np.array([x1, *(row["z"][0] for row in rows)])
+        unit = np.mean(x1**2) / 200**2
+        v = np.cumsum(np.mean(np.diff(z, axis=0) ** 2, 1))
+        far = np.mean((z[1:] - x1) ** 2, 1)
+        assert (far <= (v + unit) * (np.log1p(v / unit) + 2 * math.log(1 / delta))).all()
+
+
+def test_gradients_of_any_law_lead_at_most_r_sqrt_t_per_step():
+    """Skewed and shared noise, the worst that was found, and a constant gradient."""
+    rng = np.random.default_rng(0)
+    x1 = rng.standard_normal(20)
+    scale = math.sqrt(np.mean(x1**2))
+    skewed = np.where(rng.random(400) < 0.02, 49.0, -1.0)
+    for values in (skewed, np.ones(400)):
+        rows, alpha = run_and_step_sizes(lambda k, _, g=values: np.full(20, g[k]), x1, 400)
+        t = np.arange(1, 401)
+        assert (np.array([row["r"][0] for row in rows]) <= scale * np.sqrt(t) * (1 + 1e-12)).all()
+        far = [math.sqrt(np.mean((row["z"][0] - x1) ** 2)) for row in rows]
+        assert (np.array(far) <= scale * t * (1 + 1e-12)).all()
