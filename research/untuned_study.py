@@ -2,7 +2,7 @@
 
     python research/untuned_study.py
 
-Fills the blocks `bar`, `study` and `options` of docs/untuned-study.md and draws
+Fills the blocks `bar`, `options` and `ablation` of docs/untuned-study.md and draws
 docs/figures/untuned.png. The variants are no longer in the tree; their rows are
 docs/results/variants.jsonl.gz and docs/results/options.jsonl.gz.
 """
@@ -19,6 +19,7 @@ from stormplus_bench import figures, finals, profiles, rows, tables
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "untuned-study.md"
 FIGURE = DOCS / "figures" / "untuned.png"
+ABLATION = Path(__file__).parent / "results" / "untuned_ablation.jsonl"
 # Workloads of the study; the last two were held out for the earlier form of the rule.
 OPEN = [
     *("logistic-digits", "phase-retrieval", "nmf", "mlp-digits", "cnn-digits"),
@@ -28,7 +29,7 @@ TEN = [*OPEN, "cnn-mnist", "bncnn-cifar10"]
 NETWORKS = ["autoencoder-mnist", "cnn-mnist", "bncnn-cifar10", "resnet-cifar10", "gpt-shakespeare"]
 METHODS = [
     *("Untuned", "Prodigy", "DoG", "D-Adaptation", "Mechanic", "Schedule-Free", "Adam"),
-    *("STORM+", "simplified STORM+", "STORM+ mean"),
+    "STORM+",
 ]
 PREFIX = "Untuned: "  # of the variants' names
 
@@ -43,8 +44,8 @@ def main() -> None:
     excess = final_losses(frame) / profile.target
     blocks = {
         "bar": cells(bar, excess, profile.scores),
-        "study": cells(study, excess),
         "options": options(pd.concat([frame, load("options")])),
+        "ablation": ablation(pd.read_json(ABLATION, lines=True)),
     }
     PAGE.write_text(tables.fill(PAGE.read_text("utf-8"), blocks, str(PAGE)), "utf-8")
     maps = {
@@ -89,14 +90,13 @@ def without_prefix(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def cells(shares: pd.DataFrame, excess: pd.DataFrame, scores: pd.Series | None = None) -> str:
+def cells(shares: pd.DataFrame, excess: pd.DataFrame, scores: pd.Series) -> str:
     """Bold: the share of the budget until the target. In brackets: final loss / target."""
     over = excess.loc[shares.index, shares.columns].map(lambda value: f"({value:.2g})")
     text = shares.map(lambda share: f"**{share:.2f}**").where(shares.notna(), over)
     found = [f"{count} of {shares.shape[1]}" for count in shares.notna().sum(axis=1)]
     text.insert(0, "reached", found)
-    if scores is not None:
-        text.insert(1, "profile score", [f"{scores[name]:.2f}" for name in shares.index])
+    text.insert(1, "profile score", [f"{scores[name]:.2f}" for name in shares.index])
     return tables.Table("", "", text.rename_axis("method")).markdown()
 
 
@@ -106,6 +106,18 @@ def options(frame: pd.DataFrame) -> str:
     chosen = load("options")["method"].unique()
     table = losses.loc[["Untuned", *map(without_prefix, chosen)], NETWORKS]
     return tables.Table("", "", table.rename_axis("with")).markdown()
+
+
+def ablation(frame: pd.DataFrame) -> str:
+    """Changes of the median final training loss with a constant halved, then doubled."""
+    order = frame["constant"].unique()
+    medians = frame.pivot_table(
+        "train_loss", ["constant", "factor"], "workload", aggfunc="median", sort=False
+    )
+    changes = (medians / medians.loc["as it is", 1.0] - 1).map(lambda share: f"{100 * share:+.1f}")
+    halved, doubled = (changes.xs(factor, level="factor") for factor in (0.5, 2.0))
+    table = (halved + ", " + doubled).loc[[name for name in order if name != "as it is"]]
+    return tables.Table("", "", table.rename_axis("constant")).markdown()
 
 
 if __name__ == "__main__":
