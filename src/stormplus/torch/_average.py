@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 
 import numpy as np
 import torch
@@ -11,16 +10,10 @@ from torch import Tensor
 
 from stormplus import untuned_rule as rule
 from stormplus.torch._base import BaseOptimizer, outside_inference_mode
-from stormplus.torch._checkpoint import scalars_of
-from stormplus.torch._sharding import is_dtensor, local, reshard
-from stormplus.torch._tensors import (
-    BufferKind,
-    State,
-    TensorGroup,
-    parameter_name,
-    user_stacklevel,
-    wide_dtype,
-)
+from stormplus.torch._checkpoint import entries, scalars_of
+from stormplus.torch._checks import parameter_name, warn
+from stormplus.torch._sharding import is_dtensor, local, reshard, sample_count
+from stormplus.torch._tensors import BufferKind, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 
 
@@ -36,9 +29,13 @@ class AveragedOptimizer(BaseOptimizer):
         table, xp = self._per_tensor, np if self._per_tensor.on_host else torch
         columns = sorted(column for group in groups for column in group.columns)
         infos, (_, mask) = [self._infos[column] for column in columns], table.select(columns)
-        constants = np.array([_constants(info.p) for info in infos]).T
-        names = ("size", "sample_count", "natural_scale")
-        table.write(dict(zip(names, table.spread(constants, columns))), mask)
+        constants = {
+            "size": [info.sample.size for info in infos],
+            "sample_count": [info.sample.count for info in infos],
+            "natural_scale": [rule.natural_scale(_inputs(info.p)) for info in infos],
+        }
+        spread = table.spread(np.array(list(constants.values()), np.float64), columns)
+        table.write(dict(zip(constants, spread)), mask)
         rows, parts = table.rows, []
         for group in groups:
             # Copied at once: small results between large temporaries would leave holes in memory.
@@ -59,8 +56,7 @@ class AveragedOptimizer(BaseOptimizer):
             for x, master in zip(group.params, group.masters):
                 master.copy_(x)
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
-        for info in infos:
-            info.state["started"] = 1
+        self._mark_started(groups)
 
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
@@ -74,11 +70,10 @@ class AveragedOptimizer(BaseOptimizer):
                 found, expected = mean**0.5, float(saved[column]["displacement"])
                 if abs(found - expected) > 1e-4 * max(expected, found):
                     name = parameter_name(self.param_groups, self._infos[column].p)
-                    warnings.warn(
+                    warn(
                         f"{name} is not where this state left it: load a model that was saved at "
                         "the same moment, and in the same mode (opt.eval() or opt.train()), as the "
-                        "optimizer",
-                        stacklevel=user_stacklevel(),
+                        "optimizer"
                     )
                     return
 
@@ -119,11 +114,10 @@ class AveragedOptimizer(BaseOptimizer):
         if not self.at_average:
             return
         if self.overwritten:
-            warnings.warn(
+            warn(
                 "the parameters were written to after opt.eval(), and opt.train() overwrites that "
                 "with the last iterate: load weights before opt.eval() or after opt.train(), or "
-                "call opt.reset() to start over from them",
-                stacklevel=user_stacklevel(),
+                "call opt.reset() to start over from them"
             )
         reshard()
         for info in self._infos:
@@ -176,14 +170,13 @@ class AveragedOptimizer(BaseOptimizer):
         # bfloat16 has no complex numbers: pairs of reals.
         pairs = (*p.shape, 2) if self._state_dtype and p.is_complex() else None
         stored = BufferKind(self._state_dtype or wide, pairs)
-        sample = BufferKind(wide.to_real() if wide.is_complex else wide, (_sample_count(p),))
+        sample = BufferKind(wide.to_real() if wide.is_complex else wide, (sample_count(p),))
         kinds = {"z_minus_x": stored, "grad_rms": stored, "initial_sample": sample}
         return kinds if wide == p.dtype else kinds | {"master": BufferKind(wide)}
 
     def _check_loaded(self, state_dict: State) -> None:
-        entries = [e for e in state_dict["state"].values() if isinstance(e, dict)]
         if scalars_of(state_dict)["averaged"] and any(
-            "iterate" not in entry for entry in entries if entry.get("started")
+            "iterate" not in entry for entry in entries(state_dict) if entry.get("started")
         ):
             raise ValueError(
                 "the state was saved after eval(), and the iterate that train() puts back is not "
@@ -199,14 +192,7 @@ def _average(state: State) -> Tensor:
     return y - (1 - rule.INTERPOLATION) * local(state["z_minus_x"]).to(y)
 
 
-def _constants(p: Tensor) -> tuple[float, float, float]:
-    """Return the number of elements, how many are sampled, and the natural scale."""
+def _inputs(p: Tensor) -> int:
+    """Return how many numbers make up one output; of a vector, its length."""
     shape = (*p.shape, 2) if p.is_complex() else p.shape
-    size = math.prod(shape)
-    inputs = size // shape[0] if len(shape) > 1 else size
-    return size, _sample_count(p), rule.natural_scale(inputs)
-
-
-def _sample_count(p: Tensor) -> int:
-    size = p.numel() * (2 if p.is_complex() else 1)
-    return -(-size // rule.sample_stride(size))
+    return math.prod(shape[1:] if len(shape) > 1 else shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -14,7 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from stormplus.torch import _checkpoint
-from stormplus.torch._checks import check_options, check_whole, reject_gradient
+from stormplus.torch._checks import check_group, describe_nonfinite, reject_gradient
 from stormplus.torch._sharding import (
     ProcessGroups,
     Sample,
@@ -30,8 +31,6 @@ from stormplus.torch._tensors import (
     ScalarTable,
     State,
     TensorGroup,
-    all_parameters,
-    describe_nonfinite,
 )
 from stormplus.torch.kernels import choose_kernels, plain
 from stormplus.versions import split_named_parameters
@@ -93,7 +92,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     def parameters(self) -> list[Tensor]:
         """Return all parameters, in the order of the groups."""
-        return all_parameters(self.param_groups)
+        return [p for group in self.param_groups for p in group["params"]]
 
     @property
     def grad_evaluations(self) -> int:
@@ -127,12 +126,12 @@ class BaseOptimizer(Optimizer, ABC):
             parts: For each `TensorGroup` its process groups and its numbers.
             agree: Average over replicas too: a NaN on one of them is then a NaN on all.
         """
-        on_host, like = self._shared.on_host, self._shared.tensor
+        on_host = self._shared.on_host
         if on_host and not self._mesh_groups:
             numbers = [np.asarray(numbers) for _, numbers in parts]
             return numbers[0] if len(numbers) == 1 else np.sum(numbers, axis=0)
-        shares = [(groups, _as_tensor(numbers, like)) for groups, numbers in parts]
-        total = sum_over_processes(shares, self._mesh_groups if agree else self._shard_groups)
+        groups = self._mesh_groups if agree else self._shard_groups
+        total = sum_over_processes(parts, groups, like=self._shared.tensor)
         return total.numpy() if on_host else total
 
     def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
@@ -182,30 +181,27 @@ class BaseOptimizer(Optimizer, ABC):
         """Add parameters; each starts at its first gradient."""
         split_named_parameters(param_group)
         super().add_param_group(param_group)
+        group = self.param_groups[-1]
         try:
-            self._check_group(self.param_groups[-1], added=True)
+            check_group(group)
+            self._check_options(group, added=True)
         except Exception:
             self.param_groups.pop()  # a rejected group leaves no trace
             raise
         if self._infos:
             self._adopt_parameters()
 
-    def _check_group(self, group: dict[str, Any], *, added: bool) -> None:
-        check_options(group)
-        self._check_options(group, added=added)
-        check_whole(group["params"])
-
     @outside_inference_mode()
     def _adopt_parameters(self) -> None:
         """Make state for new parameters, drop that of removed ones, and build the tables."""
         params = self.parameters()
-        present = set(params)
-        for p in [p for p in self.state if isinstance(p, Tensor) and p not in present]:
+        for p in [p for p in self.state if isinstance(p, Tensor) and p not in set(params)]:
             del self.state[p]
         if not self._scalars:
             identity = _checkpoint.encode(self._identity())
             self._scalars = {"format": _checkpoint.FORMAT, "identity": identity}
             self._scalars |= self._initial_scalars()
+        self._known_groups = _listed(self.param_groups)
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
@@ -214,7 +210,7 @@ class BaseOptimizer(Optimizer, ABC):
                 if p.requires_grad:
                     self._place_buffers(info)
                 self._infos.append(info)
-        self._known_groups = _group_ids(self.param_groups)
+        self._find_idle()
         # In the same order on every rank.
         self._mesh_groups = list(dict.fromkeys(g for p in params for g in mesh_groups(p)))
         shard_groups = (g for info in self._infos for g in info.process_groups)
@@ -232,6 +228,12 @@ class BaseOptimizer(Optimizer, ABC):
             info.state.pop("scalars", None)
         self.state[self._keeper]["scalars"] = self._scalars
 
+    def _find_idle(self) -> None:
+        """List the frozen parameters without buffers: a step only looks whether they still are."""
+        used = [info.p.requires_grad or info.state["started"] for info in self._infos]
+        self._active = [info for info, is_used in zip(self._infos, used) if is_used]
+        self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
+
     def _refresh(self) -> None:
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
         compiling = torch.compiler.is_compiling()
@@ -245,16 +247,13 @@ class BaseOptimizer(Optimizer, ABC):
             )
         if (
             found is not self._scalars  # Lightning copies dictionaries
-            or _group_ids(self.param_groups) != self._known_groups
+            or not _are_same(_listed(self.param_groups), self._known_groups)
             or self._shared.tensor.device != self._keeper.device
         ):
             self._scalars = found
             self._adopt_parameters()
-        for table in (self._shared, self._per_tensor):
-            on_host = table.has_values and not compiling
-            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
-            if moved or on_host != table.on_host:
-                table.bind()
+        self._shared.bind(compiling=compiling)
+        self._per_tensor.bind(compiling=compiling)
 
     @outside_inference_mode()
     def _follow_parameters(self) -> None:
@@ -264,27 +263,27 @@ class BaseOptimizer(Optimizer, ABC):
             if info.p.requires_grad:
                 self._place_buffers(info)
             elif not info.state["started"]:  # else only a step without it frees its buffers
-                self._release(info)
+                self._release([info])
         self._place_scalars()
 
     @outside_inference_mode()
     def _place_buffers(self, info: ParamInfo) -> None:
         """Make a parameter's buffers, or let them follow it after `.to()`."""
-        p, state, kinds = info.p, info.state, self._buffers(info.p)
-        info.process_groups = norm_groups(p)  # raises if it was sharded by FSDP1 meanwhile
+        state, kinds = info.state, self._buffers(info.p)
+        info.process_groups = norm_groups(info.p)  # raises if it was sharded by FSDP1 meanwhile
         for name in self._buffer_names:
             if name in kinds:
-                state[name] = kinds[name].placed(p, state.get(name))
+                state[name] = kinds[name].placed(info.p, state.get(name))
             else:
                 state.pop(name, None)
-        info.layout = p.device, p.dtype, p.shape, p.stride()
 
-    def _release(self, info: ParamInfo) -> None:
-        """Free the buffers of a frozen parameter; it starts over if it is unfrozen."""
-        for name in self._buffer_names:
-            info.state.pop(name, None)
-        info.state["started"], info.key, info.layout = 0, None, None
-        self._per_tensor.reset_column(info.column)
+    def _release(self, infos: list[ParamInfo]) -> None:
+        """Free the buffers of frozen parameters, which start over if they are unfrozen."""
+        for info in infos:
+            for name in self._buffer_names:
+                info.state.pop(name, None)
+            info.state["started"], info.key = 0, None
+            self._per_tensor.reset_column(info.column)
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
         """Sort the parameters that take part in a pass into groups, without their buffers.
@@ -293,15 +292,15 @@ class BaseOptimizer(Optimizer, ABC):
         `missing_is_zero`, one that has started takes part without a gradient too.
         """
         self._refresh()
+        frozen = [info for info in self._active if not info.p.requires_grad]
+        if frozen or any(p.requires_grad for p in self._idle):
+            self._release(frozen)
+            self._find_idle()
         groups: dict[Any, TensorGroup] = {}
         traced = self._traced
-        for info in self._infos:
-            p, g, state = info.p, info.p.grad, info.state
-            started = state["started"]
-            if not p.requires_grad:
-                if started:
-                    self._release(info)
-                continue
+        for info in self._active:
+            p, state = info.p, info.state
+            g, started = p.grad, state["started"]
             if g is None:
                 if not (missing_is_zero and started):
                     continue
@@ -309,10 +308,10 @@ class BaseOptimizer(Optimizer, ABC):
             if g.layout != torch.strided:
                 reject_gradient(self.param_groups, p, g)
             # Compared, because choosing a backend takes a third of a step of 8 small tensors.
-            key = p.device, p.dtype, p.shape, p.stride(), g.dtype, g.stride(), traced
+            x_strides, g_strides = p.is_contiguous() or p.stride(), g.is_contiguous() or g.stride()
+            key = p.device, p.dtype, p.shape, x_strides, g.dtype, g_strides, traced
             if key != info.key:
-                self._prepare(info, g)
-                info.key = key
+                self._prepare(info, g, key)
             if info.kernels is None:
                 continue  # it has no elements
             if traced or g.is_neg():  # cheaper than the call below; it cannot be traced
@@ -332,14 +331,15 @@ class BaseOptimizer(Optimizer, ABC):
             group.states.append(state)
         return list(groups.values())
 
-    def _prepare(self, info: ParamInfo, g: Tensor) -> None:
+    def _prepare(self, info: ParamInfo, g: Tensor, key: tuple[Any, ...]) -> None:
         """Place a parameter's buffers if it has changed, and choose its backend."""
         p = info.p
         if g.shape != p.shape:
             reject_gradient(self.param_groups, p, g)
-        if info.layout != (p.device, p.dtype, p.shape, p.stride()):
+        if info.key is None or info.key[:4] != key[:4]:
             self._place_buffers(info)
-        info.is_ordinary, info.kernels = type(p) in _ORDINARY_TYPES and not p.is_complex(), None
+        info.key, info.kernels = key, None
+        info.is_ordinary = type(p) in _ORDINARY_TYPES and not p.is_complex()
         if not p.numel():
             return
         x, g = local(p), local_gradient(p, g)
@@ -351,16 +351,21 @@ class BaseOptimizer(Optimizer, ABC):
         options = id(info.options)
         if self._tensor_numbers:  # then the options are per tensor too, and groups share a pass
             options, info.sample = 0, info.sample or Sample(p)
-        key = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
-        info.group_key = self._group_keys.setdefault(key, len(self._group_keys))
+        together = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
+        info.group_key = self._group_keys.setdefault(together, len(self._group_keys))
 
     def _local_buffers(self, info: ParamInfo) -> dict[str, Tensor]:
         return {name: local(info.state[name]) for name in self._buffer_names if name in info.state}
 
+    def _mark_started(self, groups: list[TensorGroup]) -> None:
+        for column in (column for group in groups if group.first for column in group.columns):
+            self._infos[column].state["started"] = 1
+
     def reset(self) -> None:
         """Start over: the state is as after construction, with the parameters as they are."""
-        for group in self.param_groups:
-            self._check_group(group, added=False)  # before anything is lost
+        for group in self.param_groups:  # before anything is lost
+            check_group(group)
+            self._check_options(group, added=False)
         self.state.clear()
         self._scalars = {}
         self.generation += 1
@@ -374,7 +379,7 @@ class BaseOptimizer(Optimizer, ABC):
         (shared,), per_tensor = self._shared.snapshot(), self._per_tensor.snapshot()
 
         def copy_entries(_: Optimizer, packed: State) -> None:
-            for i, numbers in zip(_checkpoint.ids(packed), per_tensor):
+            for i, numbers in enumerate(per_tensor):
                 entry = packed["state"][i] = packed["state"][i] | numbers
                 if "scalars" in entry:
                     entry["scalars"] = entry["scalars"] | shared
@@ -400,10 +405,8 @@ class BaseOptimizer(Optimizer, ABC):
 
         def restore(_: Optimizer) -> None:
             # torch has cast every tensor to its parameter's dtype; use the saved ones instead.
-            for i, p in zip(_checkpoint.ids(saved), self.parameters()):
-                entry = _checkpoint.copied(saved["state"].get(i, {}))
-                entry.pop("scalars", None)
-                self.state[p] = entry
+            for entry, p in zip(_checkpoint.entries(saved), self.parameters()):
+                self.state[p] = _checkpoint.copied(entry)
             self._scalars = _checkpoint.copied(_checkpoint.scalars_of(saved))
             self._skips_reported, self._skips_on_host = float(self._scalars["skipped"]), None
             self.generation += 1
@@ -437,14 +440,10 @@ class BaseOptimizer(Optimizer, ABC):
             self._adopt_parameters()
 
 
-def _group_ids(groups: list[dict[str, Any]]) -> list[list[int]]:
-    return [[id(group), *map(id, group["params"])] for group in groups]
+def _listed(groups: list[dict[str, Any]]) -> list[Any]:
+    return [thing for group in groups for thing in (group, *group["params"])]
 
 
-def _as_tensor(numbers: Any, like: Tensor) -> Tensor:
-    if isinstance(numbers, tuple):
-        return torch.stack([_as_tensor(number, like) for number in numbers])
-    if isinstance(numbers, Tensor):
-        return numbers.to(like, non_blocking=True)
-    # Without a dtype, Python floats would become float32.
-    return torch.as_tensor(numbers, dtype=like.dtype, device="cpu").to(like, non_blocking=True)
+def _are_same(objects: list[Any], others: list[Any]) -> bool:
+    """Compare by identity; `==` would compare the values of tensors."""
+    return len(objects) == len(others) and all(map(operator.is_, objects, others))

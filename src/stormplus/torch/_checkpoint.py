@@ -27,15 +27,15 @@ def encode(identity: Mapping[str, Any]) -> Tensor:
     return torch.tensor(list(text.ljust(size)), dtype=torch.uint8, device="cpu")
 
 
-def ids(state_dict: State) -> list[Any]:
-    """Return the keys of the parameters' states, in the order of the parameters."""
-    return [i for group in state_dict["param_groups"] for i in group["params"]]
+def entries(state_dict: State) -> list[State]:
+    """Return the states of the parameters, in their order; {} where there is none."""
+    ids = [i for group in state_dict["param_groups"] for i in group["params"]]
+    return [state_dict["state"].get(i, {}) for i in ids]
 
 
 def scalars_of(state_dict: State) -> State:
     """Return the numbers that all parameters share; {} if there are none."""
-    entries = (e for e in state_dict["state"].values() if isinstance(e, dict))
-    return next((e["scalars"] for e in entries if "scalars" in e), {})
+    return next((e["scalars"] for e in entries(state_dict) if "scalars" in e), {})
 
 
 def copied(entry: State) -> State:
@@ -49,7 +49,7 @@ def check_loadable(state_dict: State, identity: Mapping[str, Any], optimizer: st
         raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
     saved = scalars_of(state_dict)
     if not saved:
-        keys = sorted({key for entry in state_dict["state"].values() for key in entry})
+        keys = sorted({key for entry in entries(state_dict) for key in entry})
         raise ValueError(
             f"this is not the state of {optimizer} (a parameter's keys are {keys}): load it into "
             "the optimizer that saved it"
@@ -76,7 +76,6 @@ def check_complete(
     kinds: list[tuple[Tensor, dict[str, BufferKind]]],
 ) -> None:
     """Raise if a state lacks options of the groups or buffers of the parameters' shapes."""
-    entries = [state_dict["state"].get(i, {}) for i in ids(state_dict)]
     for group in state_dict["param_groups"]:
         missing = defaults.keys() - group.keys() - {"differentiable"}  # torch adds it by loading
         if missing:
@@ -84,14 +83,14 @@ def check_complete(
                 f"a parameter group of the state has no {', '.join(sorted(missing))}: load it with "
                 "the version of stormplus that saved it"
             )
-    if bool(scalars_of(state_dict)["grad_evaluations"] > 0) and not any(
-        entry.get("started") for entry in entries
-    ):
+    saved = entries(state_dict)
+    evaluations = int(scalars_of(state_dict)["grad_evaluations"])
+    if evaluations and not any(entry.get("started") for entry in saved):
         raise ValueError(
             "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
             "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"
         )
-    for i, (entry, (p, buffers)) in enumerate(zip(entries, kinds)):
+    for i, (entry, (p, buffers)) in enumerate(zip(saved, kinds)):
         for name in buffers.keys() & entry.keys():
             if tuple(entry[name].shape) != buffers[name].shape_for(p):
                 raise ValueError(

@@ -1,10 +1,11 @@
-"""Checks of what users pass in: options, parameters, gradients and closures."""
+"""Errors and warnings about what users pass in: options, parameters and gradients."""
 
 from __future__ import annotations
 
 import functools
 import math
 import sys
+import warnings
 from collections.abc import Callable, Iterable
 from numbers import Real
 from types import FrameType
@@ -12,25 +13,31 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
-from stormplus.torch._rng import is_expanded
-from stormplus.torch._sharding import norm_groups
-from stormplus.torch._tensors import parameter_name
+from stormplus.torch._sharding import local, norm_groups
+from stormplus.torch._tensors import accumulator_dtype
 
 # Modules of wrappers that construct an optimizer on a part of the parameters.
-_SPLITTERS = ("zero_redundancy_optimizer", "optimizer", "apply_optimizer_in_backward")
-_PACKAGE = "torch.distributed.optim."
+_SPLITTERS = tuple(
+    f"torch.distributed.optim.{name}"
+    for name in ("zero_redundancy_optimizer", "optimizer", "apply_optimizer_in_backward")
+)
 
 
-def check_options(group: dict[str, Any]) -> None:
+def check_number(name: str, value: Any) -> None:
+    """Raise unless an option is a finite number, at least 0."""
+    if not (isinstance(value, Real) and 0 <= float(value) < math.inf):
+        raise ValueError(f"{name} must be a finite number, at least 0, got {value!r}")
+
+
+def check_group(group: dict[str, Any]) -> None:
     """Raise if the options that all optimizers have, or the parameters, make no sense."""
-    lr, decay = group["lr"], group["weight_decay"]
+    lr = group["lr"]
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got the shape {tuple(lr.shape)}")
-    if not (isinstance(lr, (Real, Tensor)) and 0 <= float(lr) < math.inf):
-        raise ValueError(f"lr must be a finite number, at least 0, got {lr!r}; the default is 1.0")
-    if not (isinstance(decay, Real) and 0 <= float(decay) < math.inf):
-        raise ValueError(f"weight_decay must be a finite number, at least 0, got {decay!r}")
+    check_number("lr", float(lr) if isinstance(lr, Tensor) else lr)
+    check_number("weight_decay", group["weight_decay"])
     for p in group["params"]:
         if not (p.is_floating_point() or p.is_complex()):
             raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
@@ -41,21 +48,21 @@ def check_options(group: dict[str, Any]) -> None:
                 f"a parameter of shape {tuple(p.shape)} is a conjugate, negative or expanded view: "
                 "clone() it, or optimize what it is a view of"
             )
-
-
-def check_whole(params: Iterable[Tensor]) -> None:
-    """Raise if the parameters are only a part of a model, as far as that can be seen."""
+        norm_groups(p)  # raises if it is only a piece
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None:  # only the caller distinguishes a part from a whole
+    while frame is not None:  # only the caller distinguishes a part of a model from a whole
         module = frame.f_globals.get("__name__", "")
-        if module.startswith(_PACKAGE) and module.removeprefix(_PACKAGE) in _SPLITTERS:
+        if module in _SPLITTERS:
             raise RuntimeError(
                 f"{module} gives the optimizer a part of the parameters, whose norms would be "
                 "wrong: use torch.distributed.fsdp.fully_shard, which shards the state too"
             )
         frame = frame.f_back
-    for p in params:
-        norm_groups(p)
+
+
+def is_expanded(t: Tensor) -> bool:
+    """Return whether elements share memory."""
+    return t.numel() > 0 and any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape))
 
 
 def reject_gradient(groups: list[dict[str, Any]], p: Tensor, g: Tensor) -> NoReturn:
@@ -72,27 +79,62 @@ def reject_gradient(groups: list[dict[str, Any]], p: Tensor, g: Tensor) -> NoRet
     )
 
 
-def closure_needed(opt: object) -> str:
-    """Return the error message for a `step()` without a closure."""
+def gradient_versions(params: Iterable[Tensor]) -> list[tuple[Tensor, TensorWeakRef, int]]:
+    """Return which gradients there are, by weak references, so that they can be freed."""
+    grads = ((p, p.grad) for p in params if p.grad is not None)
+    return [(p, TensorWeakRef(g), g._version) for p, g in grads]
+
+
+def check_recomputed(versions: list[tuple[Tensor, TensorWeakRef, int]]) -> None:
+    """Raise if no gradient was written since `gradient_versions`.
+
+    Trainers that step without a closure may pass an empty one: both gradients would silently be the
+    same tensor.
+    """
+    if versions and all(
+        p.grad is not None and p.grad is grad() and p.grad._version == version
+        for p, grad, version in versions
+    ):
+        raise RuntimeError(
+            "the closure has not computed a gradient in its second call: call backward in it; "
+            "with CUDA graphs use move() and estimate(), in a trainer stormplus.integrations"
+        )
+
+
+def parameter_name(groups: list[dict[str, Any]], p: Tensor) -> str:
+    """Return how to call a parameter in a message."""
+    for i, group in enumerate(groups):
+        for j, q in enumerate(group["params"]):
+            if q is p:
+                where = f"parameter {j} of group {i}"
+                named = group.get("param_names")
+                if named and len(named) == len(group["params"]):  # else it was edited by hand
+                    return f"{where} ('{named[j]}')"
+                return f"{where}, shape {tuple(p.shape)}"
+    raise KeyError("not a parameter of this optimizer")
+
+
+def describe_nonfinite(groups: list[dict[str, Any]]) -> str:
+    """Return which gradient is not finite, by name."""
+    for p in (p for group in groups for p in group["params"]):
+        if p.requires_grad and p.grad is not None:
+            g = local(p.grad).to(accumulator_dtype(p.grad.device))
+            if not bool(torch.isfinite(torch.linalg.vector_norm(g) ** 2)):
+                name = parameter_name(groups, p)
+                return f"the squared norm of the gradient of {name} is not finite"
     return (
-        f"{type(opt).__name__} takes the gradient twice on the same sample; step() needs a closure:"
-        "\n    def closure():\n"
-        "        opt.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); return loss\n"
-        "    opt.step(closure)\n"
-        "Instead: opt.move() and opt.estimate(); with a GradScaler stormplus.scaled_step; in a "
-        "trainer stormplus.integrations."
+        "a squared norm or a sum of them is not finite: of a gradient on another process, of a "
+        "parameter under weight decay, or of the estimator"
     )
 
 
-def require_pairs(opt: object, what: str, instead: str = "opt.step()") -> None:
-    """Raise if an optimizer takes one gradient per step."""
-    from stormplus.torch.storm import PairedOptimizer
-
-    if not isinstance(opt, PairedOptimizer):
-        raise ValueError(
-            f"{type(opt).__name__} takes one gradient per step: {what} is not needed, call "
-            f"{instead} as usual"
-        )
+def warn(message: str) -> None:
+    """Warn with the user's line."""
+    level, frame = 1, sys._getframe(0)
+    inside = ("stormplus", "torch")
+    while frame.f_back is not None and frame.f_globals["__name__"].split(".")[0] in inside:
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, stacklevel=level)
 
 
 NO_LR = (

@@ -1,4 +1,4 @@
-"""What the two evaluations of a pair share: random streams, a model's buffers, fresh gradients."""
+"""Random streams: the two evaluations of a pair see the same numbers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.utils.weak import TensorWeakRef
+from torch import Tensor
 
 _LOCK = threading.RLock()
 
@@ -133,51 +132,3 @@ class RandomReplay:
             rng.copy_(packed)
         else:
             self._scalars["rng"] = packed  # of other devices
-
-
-class FreshGradients:
-    """Checks that an evaluation has written a gradient since this was made.
-
-    Trainers that step without a closure may pass an empty one: both gradients would silently be the
-    same tensor. The references are weak, so that gradients can be freed.
-    """
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        grads = ((p, p.grad) for p in params if p.grad is not None)
-        self._seen = [(p, TensorWeakRef(g), g._version) for p, g in grads]
-
-    def check(self) -> None:
-        if self._seen and all(
-            p.grad is not None and p.grad is grad() and p.grad._version == version
-            for p, grad, version in self._seen
-        ):
-            raise RuntimeError(
-                "the closure has not computed a gradient in its second call: call backward in it; "
-                "with CUDA graphs use move() and estimate(), in a trainer stormplus.integrations"
-            )
-
-
-class RunningStatistics:
-    """A snapshot of a model's buffers, to restore them."""
-
-    def __init__(self, model: nn.Module | None) -> None:
-        modules = [] if model is None else model.modules()
-        self._saved = [
-            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Write the snapshot back."""
-        for buffers, name, buffer, value in self._saved:
-            # The elements of an expanded buffer share memory: nothing can have written to them.
-            if buffer is not None and value is not None and not is_expanded(buffer):
-                buffer.copy_(value)
-            buffers[name] = buffer  # a module may have assigned another tensor
-
-
-def is_expanded(t: Tensor) -> bool:
-    """Return whether elements share memory."""
-    return t.numel() > 0 and any(step == 0 and size > 1 for step, size in zip(t.stride(), t.shape))

@@ -87,6 +87,16 @@ def held_indices(p: Tensor) -> list[Tensor]:
     return held
 
 
+def _real_size(p: Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def sample_count(p: Tensor) -> int:
+    """Return on how many coordinates a tensor's distance is measured."""
+    size = _real_size(p)
+    return -(-size // sample_stride(size))
+
+
 class Sample:
     """Every k-th coordinate of a tensor in row-major order, of which this process may have a part.
 
@@ -98,9 +108,8 @@ class Sample:
     """
 
     def __init__(self, p: Tensor) -> None:
-        self.size = p.numel() * (2 if p.is_complex() else 1)
+        self.size, self.count = _real_size(p), sample_count(p)
         self.stride, self.offset = sample_stride(self.size), 0
-        self.count = -(-self.size // self.stride)
         self._in_memory: dict[Any, Tensor] = {}
         if not is_dtensor(p):
             return
@@ -191,7 +200,7 @@ def mesh_groups(p: Tensor) -> ProcessGroups:
 
 
 def sum_over_processes(
-    parts: Sequence[tuple[ProcessGroups, Tensor]], groups: Sequence[Any]
+    parts: Sequence[tuple[ProcessGroups, Any]], groups: Sequence[Any], like: Tensor
 ) -> Tensor:
     """Return the sum of all parts, each added up over its process groups.
 
@@ -199,7 +208,8 @@ def sum_over_processes(
     part that a group does not shard is averaged over it: its processes have the same part.
     """
     shares = []
-    for own, part in parts:
+    for own, numbers in parts:
+        part = _as_tensor(numbers, like)
         copies = [group.size() for group in groups if group not in own]
         shares.append(part / math.prod(copies) if copies else part)
     # Contiguous: an all-reduce adds in the order of memory, and a transposed part would mix rows.
@@ -207,3 +217,12 @@ def sum_over_processes(
     for group in groups:
         torch.distributed.all_reduce(total, group=group)
     return total
+
+
+def _as_tensor(numbers: Any, like: Tensor) -> Tensor:
+    if isinstance(numbers, tuple):
+        return torch.stack([_as_tensor(number, like) for number in numbers])
+    if isinstance(numbers, Tensor):
+        return numbers.to(like, non_blocking=True)
+    # Without a dtype, Python floats would become float32.
+    return torch.as_tensor(numbers, dtype=like.dtype, device="cpu").to(like, non_blocking=True)

@@ -1,9 +1,9 @@
-"""What a step works on: `TensorGroup`, `ScalarTable`, and names for parameters in messages."""
+"""What a step works on: `TensorGroup` has the tensors, `ScalarTable` the numbers."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stormplus.torch._sharding import ProcessGroups, Sample, local
+from stormplus.torch._sharding import ProcessGroups, Sample
 
 State: TypeAlias = dict[str, Any]
 Number: TypeAlias = Any  # a float; a 0-dim tensor where reading it would wait for the device
@@ -45,15 +45,8 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
 class Objective(NamedTuple):
     """What is minimized; native.c has a struct with these fields."""
 
-    sign: float  # -1 to maximize
-    l2: float  # weight decay as part of the objective
-
-
-_MINIMIZE = Objective(sign=1.0, l2=0.0)
-_LISTS = (
-    *("columns", "params", "grads", "states", "estimators"),
-    *("z_minus_x", "grad_rms", "initial_sample", "masters", "samples"),
-)
+    sign: float = 1.0  # -1 to maximize
+    l2: float = 0.0  # weight decay as part of the objective
 
 
 @dataclass(slots=True)
@@ -73,7 +66,7 @@ class TensorGroup:
     grads: list[Tensor] = field(default_factory=list)
     states: list[State] = field(default_factory=list)  # local buffers by name
     # PairedOptimizer
-    objective: Objective = _MINIMIZE
+    objective: Objective = field(default_factory=Objective)
     estimators: list[Tensor] = field(default_factory=list)
     # Untuned
     z_minus_x: list[Tensor] = field(default_factory=list)
@@ -85,11 +78,26 @@ class TensorGroup:
 
     def slice(self, start: int, end: int) -> TensorGroup:
         """Return a group with some of the tensors."""
-        part = TensorGroup(self.options, self.kernels, self.device, self.process_groups, self.first)
-        part.objective = self.objective
-        for name in _LISTS:
-            setattr(part, name, getattr(self, name)[start:end])
-        return part
+        return dataclasses.replace(self, **{k: getattr(self, k)[start:end] for k in _LISTS})
+
+
+_LISTS = [f.name for f in dataclasses.fields(TensorGroup) if f.default_factory is list]
+
+
+@dataclass(slots=True, eq=False)
+class ParamInfo:
+    """A parameter, and what the optimizer knows about it besides its state."""
+
+    p: Tensor
+    options: dict[str, Any]  # its parameter group
+    state: State
+    column: int  # its place among all parameters
+    process_groups: ProcessGroups
+    key: Any = None  # layouts of parameter and gradient for which the rest was chosen
+    kernels: ModuleType | None = None  # None if it has no elements
+    group_key: int = 0  # the same for parameters that one pass may handle together
+    is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
+    sample: Any = None  # a `Sample`, if the optimizer has numbers per tensor
 
 
 class BufferKind(NamedTuple):
@@ -109,29 +117,12 @@ class BufferKind(NamedTuple):
             return torch.zeros(self.shape_for(p), dtype=self.dtype, device=p.device)
         if tuple(buffer.shape) != self.shape_for(p):
             raise ValueError(
-                f"a parameter has the shape {tuple(p.shape)}, and a state of the shape "
-                f"{tuple(buffer.shape)}: it was resized. Call opt.reset() to start over"
+                f"a parameter has the shape {tuple(p.shape)}, its state {tuple(buffer.shape)}: it "
+                "was resized. Call opt.reset() to start over"
             )
         if self.shape is None and buffer.stride() != p.stride():
             return torch.empty_like(p, dtype=self.dtype, requires_grad=False).copy_(buffer)
         return buffer.to(p.device, self.dtype)
-
-
-@dataclass(slots=True)
-class ParamInfo:
-    """A parameter, and what the optimizer knows about it besides its state."""
-
-    p: Tensor
-    options: dict[str, Any]  # its parameter group
-    state: State
-    column: int  # its place among all parameters
-    process_groups: ProcessGroups
-    layout: Any = None  # for which its buffers were placed
-    key: Any = None  # layouts of parameter and gradient for which the rest was chosen
-    kernels: ModuleType | None = None  # None if it has no elements
-    group_key: int = 0  # the same for parameters that one pass may handle together
-    is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-    sample: Any = None  # a `Sample`, if the optimizer has numbers per tensor
 
 
 class ScalarTable:
@@ -160,21 +151,24 @@ class ScalarTable:
         self.names = tuple(initial)
         self.tensor = self._initial.unsqueeze(1).repeat(1, len(owners))
         self._selections: dict[Any, Any] = {}
-        # A FakeTensor on the CPU has no values.
-        self.has_values = device.type == "cpu" and type(self.tensor) is Tensor
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
                 if name in owner:
                     number.copy_(owner[name])
                 owner[name] = number
-        self.bind()
+        # A FakeTensor on the CPU has no values.
+        self._has_values = device.type == "cpu" and type(self.tensor) is Tensor
+        self.on_host, self._address = False, -1
+        self.bind(compiling=torch.compiler.is_compiling())
 
-    def bind(self) -> None:
-        """Decide where the arithmetic is done."""
-        self.on_host = self.has_values and not torch.compiler.is_compiling()
-        self.address = self.tensor.data_ptr() if self.on_host else 0
-        rows = self.tensor.numpy() if self.on_host else self.tensor.unbind()
-        self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
+    def bind(self, *, compiling: bool) -> None:
+        """Decide where the arithmetic is done, and follow `share_memory_()`."""
+        on_host = self._has_values and not compiling
+        address = self.tensor.data_ptr() if on_host else 0
+        if (on_host, address) != (self.on_host, self._address):
+            self.on_host, self._address = on_host, address
+            rows = self.tensor.numpy() if on_host else self.tensor.unbind()
+            self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
 
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""
@@ -186,7 +180,7 @@ class ScalarTable:
             return
         for name, value in values.items():
             if mask is None:
-                rows[name][...] = value
+                rows[name][:] = value
             else:
                 np.copyto(rows[name], value, where=mask)
 
@@ -215,18 +209,19 @@ class ScalarTable:
     def spread(self, numbers: Any, columns: Sequence[int]) -> Numbers:
         """Return full rows, with numbers in some columns and zeros in the others."""
         index, mask = self.select(columns)
-        shape = len(numbers), self.tensor.shape[1]
+        found: Numbers
         if self.on_host:
-            array = np.asarray(numbers)
-            if mask is not None:
-                array, some = np.zeros(shape), array
-                array[:, index] = some
-            return array
-        tensor = torch.stack([torch.as_tensor(row) for row in numbers])
-        tensor = tensor.to(self.tensor, non_blocking=True)
-        if mask is not None:
-            tensor = self.tensor.new_zeros(shape).index_copy_(1, index, tensor)
-        return tensor
+            found = np.asarray(numbers)
+        else:
+            found = torch.stack([torch.as_tensor(row) for row in numbers])
+            found = found.to(self.tensor, non_blocking=True)
+        if mask is None:
+            return found
+        if self.on_host:
+            full = np.zeros((len(found), len(mask)))
+            full[:, index] = found
+            return full
+        return self.tensor.new_zeros(len(found), len(mask)).index_copy_(1, index, found)
 
     def reset_column(self, column: int) -> None:
         """Set one owner's numbers to their initial values."""
@@ -236,44 +231,3 @@ class ScalarTable:
         """Return the numbers of each owner by name, as tensors of their own on the CPU."""
         columns = self.tensor.detach().cpu().unbind(1)
         return [{k: v.clone() for k, v in zip(self.names, column)} for column in columns]
-
-
-def all_parameters(groups: Iterable[dict[str, Any]]) -> list[Tensor]:
-    """Return all parameters, in the order of the groups."""
-    return [p for group in groups for p in group["params"]]
-
-
-def parameter_name(groups: list[dict[str, Any]], p: Tensor) -> str:
-    """Return how to call a parameter in a message."""
-    for i, group in enumerate(groups):
-        for j, q in enumerate(group["params"]):
-            if q is p:
-                where = f"parameter {j} of group {i}"
-                named = group.get("param_names")
-                if named and len(named) == len(group["params"]):  # else it was edited by hand
-                    return f"{where} ('{named[j]}')"
-                return f"{where}, shape {tuple(p.shape)}"
-    raise KeyError("not a parameter of this optimizer")
-
-
-def describe_nonfinite(groups: list[dict[str, Any]]) -> str:
-    """Return which gradient is not finite, by name."""
-    for p in all_parameters(groups):
-        if p.requires_grad and p.grad is not None:
-            g = local(p.grad).to(accumulator_dtype(p.grad.device))
-            if not bool(torch.isfinite(torch.linalg.vector_norm(g) ** 2)):
-                name = parameter_name(groups, p)
-                return f"the squared norm of the gradient of {name} is not finite"
-    return (
-        "a squared norm or a sum of them is not finite: of a gradient on another process, of a "
-        "parameter under weight decay, or of the estimator"
-    )
-
-
-def user_stacklevel() -> int:
-    """Return the `stacklevel` with which a warning shows the user's line."""
-    level, frame = 1, sys._getframe(1)
-    inside = ("stormplus", "torch")
-    while frame.f_back is not None and frame.f_globals["__name__"].split(".")[0] in inside:
-        level, frame = level + 1, frame.f_back
-    return level

@@ -1,4 +1,4 @@
-"""`recalibrate`: BatchNorm's running statistics at the point where the parameters are."""
+"""Running statistics: `recalibrate` those of BatchNorm, and restore a model's buffers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from stormplus.torch._rng import RunningStatistics
+from stormplus.torch._checks import is_expanded
 
 
 def recalibrate(
@@ -87,3 +87,24 @@ def _evaluate(model: nn.Module, batch: Any) -> None:
         model(**batch)
     else:
         model(batch)
+
+
+class RunningStatistics:
+    """A snapshot of a model's buffers, to restore them."""
+
+    def __init__(self, model: nn.Module | None) -> None:
+        modules = [] if model is None else model.modules()
+        self._saved = [
+            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
+            for module in modules
+            for name, buffer in module._buffers.items()
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Write the snapshot back."""
+        for buffers, name, buffer, value in self._saved:
+            # The elements of an expanded buffer share memory: nothing can have written to them.
+            if buffer is not None and value is not None and not is_expanded(buffer):
+                buffer.copy_(value)
+            buffers[name] = buffer  # a module may have assigned another tensor

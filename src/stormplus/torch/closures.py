@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from stormplus.torch._checks import require_pairs
-from stormplus.torch._rng import RunningStatistics, pair_lock
+from stormplus.torch._checks import parameter_name
+from stormplus.torch._rng import pair_lock
 from stormplus.torch._sharding import local
-from stormplus.torch._tensors import accumulator_dtype, parameter_name
+from stormplus.torch._tensors import accumulator_dtype
+from stormplus.torch.batchnorm import RunningStatistics
 from stormplus.torch.storm import PairedOptimizer
 
 
@@ -40,7 +41,7 @@ class same_sample:
     """
 
     def __init__(self, opt: PairedOptimizer, model: nn.Module | None = None) -> None:
-        require_pairs(opt, "same_sample")
+        _require_pairs(opt, "same_sample")
         self._opt, self._model = opt, model
         self._held: ExitStack | None = None  # the lock and the hook, inside the context
 
@@ -146,7 +147,7 @@ def scaled_step(
     Returns:
         The loss of the first evaluation.
     """
-    require_pairs(opt, "scaled_step", "scaler.step(opt)")
+    _require_pairs(opt, "scaled_step", "scaler.step(opt)")
     if opt.pending:  # an earlier call was interrupted, and its sample is gone
         opt.restart()
     gradients = _ScaledGradients(opt)
@@ -206,7 +207,7 @@ def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: fl
         closure: As for `opt.step`.
         rtol: How much a gradient may differ, relative to its norm.
     """
-    require_pairs(opt, "verify_closure")
+    _require_pairs(opt, "verify_closure")
     params = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
     before = [p.grad for p in params]
     with pair_lock():
@@ -254,3 +255,12 @@ _ADVICE = (
     "the closure must evaluate ONE sample each time. Draw the batch outside it, name any "
     "generator of your own in replay_rng=[...], and keep no state in the loss"
 )
+
+
+def _require_pairs(opt: object, what: str, instead: str = "opt.step()") -> None:
+    """Raise if an optimizer takes one gradient per step."""
+    if not isinstance(opt, PairedOptimizer):
+        raise ValueError(
+            f"{type(opt).__name__} takes one gradient per step: {what} is not needed, call "
+            f"{instead} as usual"
+        )

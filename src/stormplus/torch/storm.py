@@ -23,8 +23,8 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sum, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._checks import closure_needed
-from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
+from stormplus.torch._checks import check_recomputed, gradient_versions
+from stormplus.torch._rng import RandomReplay, check_generators
 from stormplus.torch._tensors import (
     BufferKind,
     Number,
@@ -38,6 +38,14 @@ from stormplus.trainers import check_trainer
 
 START, READY, PENDING = 0, 1, 2
 
+_NO_CLOSURE = (
+    "takes the gradient twice on the same sample; step() needs a closure:\n"
+    "    def closure():\n"
+    "        opt.zero_grad(); loss = loss_fn(model(x), y); loss.backward(); return loss\n"
+    "    opt.step(closure)\n"
+    "Instead: opt.move() and opt.estimate(); with a GradScaler stormplus.scaled_step; in a trainer "
+    "stormplus.integrations."
+)
 _RETRY = (
     "the parameters have moved and the step is pending: evaluate the same sample again and call "
     "estimate(), or go on with step(closure), which restarts the estimator"
@@ -131,7 +139,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 returns the loss. It must see the same sample each time it is called.
         """
         if closure is None:
-            raise TypeError(closure_needed(self))
+            raise TypeError(f"{type(self).__name__} {_NO_CLOSURE}")
         if not self._trainer_checked:
             self._trainer_checked = True
             check_trainer(self)
@@ -149,10 +157,10 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._move()
             if self.replays_rng:
                 streams.rewind()
-            fresh = FreshGradients([info.p for info in self._infos])
+            versions = gradient_versions([info.p for info in self._active])
             try:
                 evaluate()
-                fresh.check()
+                check_recomputed(versions)
                 self._estimate()
             except BaseException:
                 self.pending_streams = streams.pack()  # for `same_sample`, to complete it
@@ -193,8 +201,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._notify("before_estimate")
         phase, groups = self._scalars["phase"], self._tensor_groups()
         self._scalars["phase"] = START  # an interrupted pass leaves no estimator
-        now, skip = self._numbers(), None
-        table, on_host = self._shared.tensor, self._shared.on_host
+        now, on_host, skip = self._numbers(), self._shared.on_host, None
         if self._check_finite and not on_host:
             skip = (now["skip"] > 0) & (phase == PENDING)
         norms = []
@@ -217,15 +224,14 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if not on_host:
             self._write_on_device(now, new, skip)
         elif all(map(math.isfinite, new.values())):
-            table.numpy()[:, 0] = list((now | new).values())
+            self._shared.tensor.numpy()[:, 0] = list((now | new).values())
         elif self._check_finite:
             for group in groups:
                 if phase == PENDING and not group.first:
                     plain.undo_estimate(group, 1 - now["gain"])
             self._scalars["phase"] = phase
             self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
-        for column in (column for group in groups if group.first for column in group.columns):
-            self._infos[column].state["started"] = 1
+        self._mark_started(groups)
         self._scalars["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
         if self._pass_hooks:
@@ -241,7 +247,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         for group in groups:
             group.objective = _objective(group.options)
             group.estimators = [state["estimator"] for state in group.states]
-        if not any(info.p.grad is not None for info in self._infos if info.p.requires_grad):
+        if not any(info.p.grad is not None for info in self._active):
             self._notify("failed")
             raise RuntimeError(
                 "no parameter has a gradient: the closure must call loss.backward() every time"
@@ -285,16 +291,16 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     def _write_on_device(self, now: State, new: State, skip: Tensor | None) -> None:
         """Write the new numbers without reading them, unless the sample is skipped."""
-        # If only the second gradient is not finite, a gain of 1 and a step size of 0 restart the
-        # estimator: the next sample does not move the parameters, and sets d to its gradient.
-        one, old = torch.ones_like(new["gain"]), self._shared.tensor[:, 0]
-        restart = now | {"gain": one, "step_size": 0 * one} if self._check_finite else now
-        written, restarted = (
-            torch.stack([number.to(old.dtype) for number in numbers.values()])
-            for numbers in (now | new, restart)
-        )
+        old, restart = self._shared.tensor[:, 0], now
+        if skip is not None:
+            # If only the second gradient is not finite, a gain of 1 and a step size of 0 restart
+            # the estimator: the next sample does not move the parameters, and sets d to its
+            # gradient.
+            one = torch.ones_like(new["gain"])
+            restart = now | {"gain": one, "step_size": 0 * one}
+        written = torch.stack([number.to(old.dtype) for number in (now | new).values()])
         finite = (written - written == 0).all()
-        written = torch.where(finite, written, restarted)
+        written = torch.where(finite, written, torch.stack(list(restart.values())))
         old.copy_(written if skip is None else torch.where(skip, old, written))
         if skip is not None:
             self._count_skip(skip | ~finite)

@@ -8,10 +8,8 @@ Zhang's (2013). STORM+'s estimator is not in it: docs/untuned-study.md has the s
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -21,8 +19,8 @@ from torch import Tensor
 from stormplus import untuned_rule as rule
 from stormplus.rules import Sum
 from stormplus.torch._average import AveragedOptimizer
-from stormplus.torch._checks import NO_LR, without_lr
-from stormplus.torch._tensors import Numbers, State, TensorGroup, parameter_name, user_stacklevel
+from stormplus.torch._checks import NO_LR, check_number, parameter_name, warn, without_lr
+from stormplus.torch._tensors import Numbers, State, TensorGroup
 from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
@@ -37,6 +35,7 @@ class _Options(NamedTuple):
     weight_decay: Numbers
     sign: Numbers  # -1 to maximize
     eligible: Numbers  # see `untuned_rule.eligible_tensors`; frozen tensors are not
+    decays: bool  # whether any tensor has weight decay
 
 
 class Untuned(AveragedOptimizer):
@@ -156,7 +155,7 @@ class Untuned(AveragedOptimizer):
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
         skip, grad_scale = self._skip_flag(groups)
-        table, on_host = self._per_tensor, self._per_tensor.on_host
+        table, rows, on_host = self._per_tensor, self._per_tensor.rows, self._per_tensor.on_host
         if skip is not None and on_host:
             return  # GradScaler has found an overflow
         first = [group for group in groups if group.first]
@@ -164,7 +163,7 @@ class Untuned(AveragedOptimizer):
             self._start(first)
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
-        options, rows, xp = self._options(), table.rows, np if on_host else torch
+        options, xp = self._options(), np if on_host else torch
         _, present = table.select([column for group in groups for column in group.columns])
         scalars = rule.UntunedScalars(
             step=rows["step"],
@@ -178,9 +177,9 @@ class Untuned(AveragedOptimizer):
         # `_check_parameters` finds what is not finite, here or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
-            alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
             skip = self._check_parameters(rows["displacement"] + eta, present, skip)
-            if self._decays:
+            alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
+            if options.decays:
                 decay = rule.decay_factor(decay, alpha, rows["natural_scale"], rows["ceiling"], xp)
             coefficients = UntunedCoefficients(
                 step_size=alpha,
@@ -209,7 +208,7 @@ class Untuned(AveragedOptimizer):
         evaluations = self._shared.rows["grad_evaluations"]
         if skip is None:
             table.write(written, present)
-            evaluations += 1
+            evaluations += 1.0
         else:
             table.write(written, ~skip if present is None else present & ~skip)
             evaluations += ~skip
@@ -278,16 +277,23 @@ class Untuned(AveragedOptimizer):
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._per_tensor, self._infos
         given = [_group_options(group) for group in self.param_groups]
-        key = table, table.on_host, given, [info.p.requires_grad for info in infos]
+        key = given, table.on_host, self._active
         if key != self._options_key:
-            self._check_lr([options[0] for options in given])
+            self._check_lr([lr for lr, *_ in given])
             by_group = {id(group): options for group, options in zip(self.param_groups, given)}
             lr, factor, decay, sign = np.array([by_group[id(info.options)] for info in infos]).T
-            axes = [_axes(info.p) for info in infos]
-            eligible = np.array(key[-1]) & rule.eligible_tensors(axes)
-            arrays = (lr * factor, decay.copy(), sign.copy(), eligible)
-            self._option_rows = _Options(*map(table.array, arrays))
-            self._options_key, self._decays = key, any(options[2] > 0 for options in given)
+            eligible = np.array(rule.eligible_tensors([_axes(info.p) for info in infos]))
+            eligible &= [info.p.requires_grad for info in infos]
+            self._options_key, self._option_rows = (
+                key,
+                _Options(
+                    lr=table.array(lr * factor),
+                    weight_decay=table.array(decay.copy()),
+                    sign=table.array(sign.copy()),
+                    eligible=table.array(eligible),
+                    decays=any(decay > 0 for _, _, decay, _ in given),
+                ),
+            )
         found = self._option_rows
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
@@ -306,11 +312,10 @@ class Untuned(AveragedOptimizer):
             return
         self._lr_checked = True
         if max(lrs) < _SMALL_LR:
-            warnings.warn(
+            warn(
                 f"Untuned has lr={max(lrs):g} in its first step: lr multiplies steps whose size is "
                 "found already, and Adam's would all but stop the run. Delete the scheduler or the "
-                "line that sets lr, or scale it to 1.0",
-                stacklevel=user_stacklevel(),
+                "line that sets lr, or scale it to 1.0"
             )
 
     # -- what the base class needs -----------------------------------------------------------------
@@ -322,17 +327,15 @@ class Untuned(AveragedOptimizer):
         return {"averaged": 0}
 
     def _check_options(self, group: dict[str, Any], *, added: bool) -> None:
-        lr, factor = group["lr"], group["factor"]
+        lr = group["lr"]
         if added and lr not in [1.0, *(g["lr"] for g in self.param_groups if g is not group)]:
             if not self._infos:
                 raise ValueError(f"a group of Untuned got lr={lr!r}: {NO_LR}")
-            warnings.warn(  # a trainer's callback that unfreezes a backbone, at a tenth of the rest
+            warn(  # a trainer's callback that unfreezes a backbone, at a tenth of the rest
                 f"a group of Untuned was added with lr={float(lr):g}; lr is only a multiplier here "
-                "(default 1.0)",
-                stacklevel=user_stacklevel(),
+                "(default 1.0)"
             )
-        if not (isinstance(factor, Real) and 0 <= float(factor) < math.inf):
-            raise ValueError(f"factor must be a finite number, at least 0, got {factor!r}")
+        check_number("factor", group["factor"])
 
 
 def _axes(p: Tensor) -> int:
