@@ -252,8 +252,11 @@ class BaseOptimizer(Optimizer, ABC):
         ):
             self._scalars = found
             self._adopt_parameters()
-        self._shared.bind(compiling=compiling)
-        self._per_tensor.bind(compiling=compiling)
+        for table in (self._shared, self._per_tensor):
+            on_host = table.has_values and not compiling
+            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
+            if moved or on_host != table.on_host:
+                table.bind(on_host=on_host)
 
     @outside_inference_mode()
     def _follow_parameters(self) -> None:

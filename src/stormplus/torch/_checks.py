@@ -6,14 +6,13 @@ import functools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from stormplus.torch._sharding import local, norm_groups
 from stormplus.torch._tensors import accumulator_dtype
@@ -77,28 +76,6 @@ def reject_gradient(groups: list[dict[str, Any]], p: Tensor, g: Tensor) -> NoRet
         f"the gradient of {name} has the shape {tuple(g.shape)}: it belongs to a parameter that "
         "was resized since; call opt.zero_grad() before the backward pass"
     )
-
-
-def gradient_versions(params: Iterable[Tensor]) -> list[tuple[Tensor, TensorWeakRef, int]]:
-    """Return which gradients there are, by weak references, so that they can be freed."""
-    grads = ((p, p.grad) for p in params if p.grad is not None)
-    return [(p, TensorWeakRef(g), g._version) for p, g in grads]
-
-
-def check_recomputed(versions: list[tuple[Tensor, TensorWeakRef, int]]) -> None:
-    """Raise if no gradient was written since `gradient_versions`.
-
-    Trainers that step without a closure may pass an empty one: both gradients would silently be the
-    same tensor.
-    """
-    if versions and all(
-        p.grad is not None and p.grad is grad() and p.grad._version == version
-        for p, grad, version in versions
-    ):
-        raise RuntimeError(
-            "the closure has not computed a gradient in its second call: call backward in it; "
-            "with CUDA graphs use move() and estimate(), in a trainer stormplus.integrations"
-        )
 
 
 def parameter_name(groups: list[dict[str, Any]], p: Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Random streams: the two evaluations of a pair see the same numbers."""
+"""The two evaluations of a pair: the same random numbers, and a gradient each."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 _LOCK = threading.RLock()
 
@@ -132,3 +133,25 @@ class RandomReplay:
             rng.copy_(packed)
         else:
             self._scalars["rng"] = packed  # of other devices
+
+
+class FreshGradients:
+    """Checks that an evaluation has written a gradient since this was made.
+
+    Trainers that step without a closure may pass an empty one: both gradients would silently be the
+    same tensor. The references are weak, so that gradients can be freed.
+    """
+
+    def __init__(self, params: Iterable[Tensor]) -> None:
+        grads = ((p, p.grad) for p in params if p.grad is not None)
+        self._seen = [(p, TensorWeakRef(g), g._version) for p, g in grads]
+
+    def check(self) -> None:
+        if self._seen and all(
+            p.grad is not None and p.grad is grad() and p.grad._version == version
+            for p, grad, version in self._seen
+        ):
+            raise RuntimeError(
+                "the closure has not computed a gradient in its second call: call backward in it; "
+                "with CUDA graphs use move() and estimate(), in a trainer stormplus.integrations"
+            )

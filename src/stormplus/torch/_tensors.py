@@ -157,18 +157,14 @@ class ScalarTable:
                     number.copy_(owner[name])
                 owner[name] = number
         # A FakeTensor on the CPU has no values.
-        self._has_values = device.type == "cpu" and type(self.tensor) is Tensor
-        self.on_host, self._address = False, -1
-        self.bind(compiling=torch.compiler.is_compiling())
+        self.has_values = device.type == "cpu" and type(self.tensor) is Tensor
+        self.bind(on_host=self.has_values and not torch.compiler.is_compiling())
 
-    def bind(self, *, compiling: bool) -> None:
-        """Decide where the arithmetic is done, and follow `share_memory_()`."""
-        on_host = self._has_values and not compiling
-        address = self.tensor.data_ptr() if on_host else 0
-        if (on_host, address) != (self.on_host, self._address):
-            self.on_host, self._address = on_host, address
-            rows = self.tensor.numpy() if on_host else self.tensor.unbind()
-            self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
+    def bind(self, *, on_host: bool) -> None:
+        """Set where the arithmetic is done; again if the table's memory has moved."""
+        self.on_host, self.address = on_host, self.tensor.data_ptr() if on_host else 0
+        rows = self.tensor.numpy() if on_host else self.tensor.unbind()
+        self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
 
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""

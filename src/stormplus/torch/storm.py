@@ -23,8 +23,7 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sum, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._checks import check_recomputed, gradient_versions
-from stormplus.torch._rng import RandomReplay, check_generators
+from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
 from stormplus.torch._tensors import (
     BufferKind,
     Number,
@@ -157,10 +156,10 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._move()
             if self.replays_rng:
                 streams.rewind()
-            versions = gradient_versions([info.p for info in self._active])
+            fresh = FreshGradients([info.p for info in self._active])
             try:
                 evaluate()
-                check_recomputed(versions)
+                fresh.check()
                 self._estimate()
             except BaseException:
                 self.pending_streams = streams.pack()  # for `same_sample`, to complete it
@@ -293,9 +292,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         """Write the new numbers without reading them, unless the sample is skipped."""
         old, restart = self._shared.tensor[:, 0], now
         if skip is not None:
-            # If only the second gradient is not finite, a gain of 1 and a step size of 0 restart
-            # the estimator: the next sample does not move the parameters, and sets d to its
-            # gradient.
+            # Only the second gradient is not finite: a gain of 1 and a step size of 0 restart the
+            # estimator. The next sample does not move the parameters, and sets d to its gradient.
             one = torch.ones_like(new["gain"])
             restart = now | {"gain": one, "step_size": 0 * one}
         written = torch.stack([number.to(old.dtype) for number in (now | new).values()])

@@ -282,8 +282,10 @@ class Untuned(AveragedOptimizer):
             self._check_lr([lr for lr, *_ in given])
             by_group = {id(group): options for group, options in zip(self.param_groups, given)}
             lr, factor, decay, sign = np.array([by_group[id(info.options)] for info in infos]).T
-            eligible = np.array(rule.eligible_tensors([_axes(info.p) for info in infos]))
-            eligible &= [info.p.requires_grad for info in infos]
+            trainable = [info.p.requires_grad and info.p.numel() > 0 for info in infos]
+            axes = [info.p.ndim + info.p.is_complex() for info in infos]  # in reals
+            axes = [n if is_trainable else 0 for n, is_trainable in zip(axes, trainable)]
+            eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
             self._options_key, self._option_rows = (
                 key,
                 _Options(
@@ -336,11 +338,6 @@ class Untuned(AveragedOptimizer):
                 "(default 1.0)"
             )
         check_number("factor", group["factor"])
-
-
-def _axes(p: Tensor) -> int:
-    """Return how many axes a tensor has, in reals; 0 for an empty or frozen one."""
-    return p.ndim + p.is_complex() if p.numel() and p.requires_grad else 0
 
 
 def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
