@@ -1,4 +1,4 @@
-"""The part of `Untuned` that takes no step: initial values, and the average of eval()."""
+"""The part of `Untuned` that takes no step: initial values, checks, and the average of eval()."""
 
 from __future__ import annotations
 
@@ -16,11 +16,14 @@ from stormplus.torch._sharding import is_dtensor, local, reshard, sample_count
 from stormplus.torch._tensors import BufferKind, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 
+_SMALL_LR = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
+
 
 class AveragedOptimizer(BaseOptimizer):
     """Parameters y between a fast iterate z and its average x, of which `z_minus_x` is stored."""
 
     _state_dtype: torch.dtype | None  # of z_minus_x and grad_rms; None: the parameters' precision
+    _lr_checked = False
     _compared = 0  # the generation whose parameters were compared with the state
     _left_by_eval: tuple[int, dict[int, int]] = (-1, {})  # the generation, and versions by id
 
@@ -57,6 +60,21 @@ class AveragedOptimizer(BaseOptimizer):
                 master.copy_(x)
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
         self._mark_started(groups)
+
+    def _check_lr(self, lrs: list[float]) -> None:
+        """Raise if an lr is negative; warn if the first ones look like Adam's learning rate."""
+        if min(lrs) < 0:
+            raise ValueError(f"lr must be at least 0, got {min(lrs)!r}: a schedule is past its end")
+        # A loaded state may belong to the end of a schedule.
+        if self._lr_checked or self.generation or torch.compiler.is_compiling() or not max(lrs):
+            return
+        self._lr_checked = True
+        if max(lrs) < _SMALL_LR:
+            warn(
+                f"Untuned has lr={max(lrs):g} in its first step: lr multiplies steps whose size is "
+                "found already, and Adam's would all but stop the run. Delete the scheduler or the "
+                "line that sets lr, or scale it to 1.0"
+            )
 
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
@@ -152,17 +170,14 @@ class AveragedOptimizer(BaseOptimizer):
         `step` and `distance` are the largest, `step_size` is the mean. Reading waits for the
         device.
         """
-        numbers = [entry for entry in self._per_tensor.snapshot() if entry["step"] > 0]
-        numbers = numbers or self._per_tensor.snapshot()
+        numbers = self._per_tensor.snapshot()
+        numbers = [entry for entry in numbers if entry["step"] > 0] or numbers
         found: dict[str, float] = {}
         for name in ("step", "step_size", "distance"):
             values = [float(entry[name]) for entry in numbers]
-            mean = sum(values) / len(values)
-            found |= {
-                name: mean if name == "step_size" else max(values),
-                f"{name}_min": min(values),
-                f"{name}_max": max(values),
-            }
+            found[name], found[f"{name}_min"] = max(values), min(values)
+            found[f"{name}_max"] = max(values)
+        found["step_size"] = sum(float(entry["step_size"]) for entry in numbers) / len(numbers)
         return found | {"grad_evaluations": float(self.grad_evaluations)}
 
     def _buffers(self, p: Tensor) -> dict[str, BufferKind]:

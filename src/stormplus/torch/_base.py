@@ -120,11 +120,9 @@ class BaseOptimizer(Optimizer, ABC):
     # -- sums over tensors and processes, and numbers that are not finite ------------------------
 
     def _total(self, parts: list[tuple[ProcessGroups, Any]], *, agree: bool = False) -> Any:
-        """Add up numbers over groups of tensors and processes. Every rank must call this.
+        """Add up the numbers of groups of tensors, each over its process groups, on every rank.
 
-        Args:
-            parts: For each `TensorGroup` its process groups and its numbers.
-            agree: Average over replicas too: a NaN on one of them is then a NaN on all.
+        With `agree`, average over replicas too: a NaN on one of them is then a NaN on all.
         """
         on_host = self._shared.on_host
         if on_host and not self._mesh_groups:

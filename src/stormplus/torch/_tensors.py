@@ -129,18 +129,13 @@ class ScalarTable:
     """Named rows of numbers, one column per owner, on the parameters' device.
 
     Each owner's dictionary gets its numbers by name, as views of the table, which keeps its
-    address: a captured CUDA graph stays valid. On the CPU arithmetic uses NumPy views of the rows,
-    which is several times as fast on a few numbers.
-
-    Args:
-        initial: The names, and the values before the first step.
-        owners: The dictionaries; numbers that they have already are kept.
-        device: Where the table is.
+    address: a captured CUDA graph stays valid. Numbers that it has already are kept.
 
     Attributes:
         tensor: The table.
         on_host: Whether numbers can be read without waiting for a device.
-        rows: By name: NumPy views on the CPU, tensors elsewhere.
+        rows: By name: tensors on a device; on the CPU NumPy views, on which arithmetic with a few
+            numbers is several times as fast.
     """
 
     def __init__(

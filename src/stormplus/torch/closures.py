@@ -208,7 +208,7 @@ def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: fl
         rtol: How much a gradient may differ, relative to its norm.
     """
     _require_pairs(opt, "verify_closure")
-    params = [p for group in opt.param_groups for p in group["params"] if p.requires_grad]
+    params = [p for p in opt.parameters() if p.requires_grad]
     before = [p.grad for p in params]
     with pair_lock():
         streams = opt.random_streams()

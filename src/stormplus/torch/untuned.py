@@ -25,8 +25,6 @@ from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
 
-_SMALL_LR = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
-
 
 class _Options(NamedTuple):
     """What is constant between steps, with one entry per tensor."""
@@ -95,7 +93,6 @@ class Untuned(AveragedOptimizer):
     _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
     _attributes = ("_state_dtype", "_compared", "_lr_checked")
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` around step()
-    _lr_checked = False
     _options_key: Any = None
 
     @without_lr
@@ -203,8 +200,16 @@ class Untuned(AveragedOptimizer):
                 eligible=options.eligible,
                 xp=xp,
             )
-        written = new._asdict() | {"displacement": displacement}
-        written["effective_steps"], written["effective_steps_lost"] = new.effective_steps
+        written = {
+            "step": new.step,
+            "step_size": new.step_size,
+            "distance": new.distance,
+            "effective_steps": new.effective_steps.value,
+            "effective_steps_lost": new.effective_steps.lost,
+            "walk": new.walk,
+            "evidence": new.evidence,
+            "displacement": displacement,
+        }
         evaluations = self._shared.rows["grad_evaluations"]
         if skip is None:
             table.write(written, present)
@@ -304,21 +309,6 @@ class Untuned(AveragedOptimizer):
                 lr = scaled if own is None else torch.where(own, scaled, found.lr)
                 found = found._replace(lr=lr)
         return found
-
-    def _check_lr(self, lrs: list[float]) -> None:
-        """Raise if an lr is negative; warn if the first ones look like Adam's learning rate."""
-        if min(lrs) < 0:
-            raise ValueError(f"lr must be at least 0, got {min(lrs)!r}: a schedule is past its end")
-        # A loaded state may belong to the end of a schedule.
-        if self._lr_checked or self.generation or torch.compiler.is_compiling() or not max(lrs):
-            return
-        self._lr_checked = True
-        if max(lrs) < _SMALL_LR:
-            warn(
-                f"Untuned has lr={max(lrs):g} in its first step: lr multiplies steps whose size is "
-                "found already, and Adam's would all but stop the run. Delete the scheduler or the "
-                "line that sets lr, or scale it to 1.0"
-            )
 
     # -- what the base class needs -----------------------------------------------------------------
 
