@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import torch
 
-from stormplus.torch._sharding import Sample
+from stormplus.torch._sharding import SampledCoordinates
 from stormplus.torch._tensors import Objective, TensorGroup, wide_dtype
 from stormplus.torch.kernels import native, plain, triton
 from stormplus.torch.kernels.plain import UntunedCoefficients
@@ -52,10 +52,10 @@ class Kind:
             lists[name][-1][3, 3] = value
 
     def samples(self, tensors):
-        samples = [Sample(t) for t in tensors]
+        samples = [SampledCoordinates(t) for t in tensors]
         for i, row in enumerate(self.first_rows):
             columns = tensors[i].shape[1]
-            samples[i] = Sample(torch.empty(300, columns))
+            samples[i] = SampledCoordinates(torch.empty(300, columns))
             samples[i].offset = row * columns
         if self.sample_stride is not None:
             for sample in samples:

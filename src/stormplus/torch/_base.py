@@ -18,7 +18,7 @@ from stormplus.torch import _checkpoint
 from stormplus.torch._checks import check_group, describe_nonfinite, reject_gradient
 from stormplus.torch._sharding import (
     ProcessGroups,
-    Sample,
+    SampledCoordinates,
     local,
     local_gradient,
     mesh_groups,
@@ -351,7 +351,7 @@ class BaseOptimizer(Optimizer, ABC):
             info.kernels = choose_kernels([x, g, *alike], info.options.get("foreach"))
         options = id(info.options)
         if self._tensor_numbers:  # then the options are per tensor too, and groups share a pass
-            options, info.sample = 0, info.sample or Sample(p)
+            options, info.sample = 0, info.sample or SampledCoordinates(p)
         together = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
         info.group_key = self._group_keys.setdefault(together, len(self._group_keys))
 

@@ -97,7 +97,7 @@ def sample_count(p: Tensor) -> int:
     return -(-size // sample_stride(size))
 
 
-class Sample:
+class SampledCoordinates:
     """Every k-th coordinate of a tensor in row-major order, of which this process may have a part.
 
     Attributes:

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stormplus.torch._sharding import ProcessGroups, Sample
+from stormplus.torch._sharding import ProcessGroups, SampledCoordinates
 
 State: TypeAlias = dict[str, Any]
 Number: TypeAlias = Any  # a float; a 0-dim tensor where reading it would wait for the device
@@ -73,7 +73,7 @@ class TensorGroup:
     grad_rms: list[Tensor] = field(default_factory=list)
     initial_sample: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)  # empty unless in half precision
-    samples: list[Sample] = field(default_factory=list)
+    samples: list[SampledCoordinates] = field(default_factory=list)
     native_table: bytes | None = None  # kept by native.py between its check and its pass
 
     def slice(self, start: int, end: int) -> TensorGroup:
@@ -97,7 +97,7 @@ class ParamInfo:
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
     is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-    sample: Any = None  # a `Sample`, if the optimizer has numbers per tensor
+    sample: Any = None  # a `SampledCoordinates`, if the optimizer has numbers per tensor
 
 
 class BufferKind(NamedTuple):

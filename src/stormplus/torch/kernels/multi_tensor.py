@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from stormplus.torch._sharding import Sample
+from stormplus.torch._sharding import SampledCoordinates
 from stormplus.torch._tensors import Number, Numbers, TensorGroup, accumulator_dtype
 from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
@@ -99,7 +99,10 @@ class _Rows:
     """
 
     def __init__(
-        self, layouts: tuple[_Layout, ...], samples: tuple[Sample, ...], device: torch.device
+        self,
+        layouts: tuple[_Layout, ...],
+        samples: tuple[SampledCoordinates, ...],
+        device: torch.device,
     ) -> None:
         self.sizes = [math.prod(shape) for shape, _ in layouts]
         counts = [-(-size // _WIDTH) for size in self.sizes]
