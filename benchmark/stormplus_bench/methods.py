@@ -18,7 +18,7 @@ HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad
 # README's table: gradients per step, buffers of the model's size, and what is left to choose.
 COMPARED = {
     "Untuned": ("1", "2", "none"),
-    "STORM+": ("2", "1", "none on smooth problems, lr on networks"),
+    "STORM+": ("2", "1", "none if gradients are of order one, else lr"),
     "Adam": ("1", "2", "lr, schedule"),
     "SGD momentum": ("1", "1", "lr, schedule, momentum"),
     "Schedule-Free": ("1", "2", "lr, warm-up"),
