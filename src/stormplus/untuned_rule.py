@@ -159,9 +159,9 @@ def displacement_ratio(displacement: Array, walk: Array) -> Array:
 def grown_distance(displacement: Array, ratio: Array) -> Array:
     """Return r as a step suggests it: DoG's distance, up to four times that if the steps agree.
 
-    DoG's alone (Ivgi, Hinder and Carmon, 2023) grows with the root of t at best while gradients
-    are mostly noise. Where steps agree the factor finds the size of a step within some ten steps;
-    where they turn around at once, as in a pretrained network, steps stay small.
+    DoG's alone (Ivgi, Hinder and Carmon, 2023) grows with the root of t while gradients are mostly
+    noise, so that a small start would be costly. Where steps turn around at once, as they can in a
+    pretrained network, they stay small.
     """
     return displacement * ratio.clip(1.0, 2.0) ** 2
 
