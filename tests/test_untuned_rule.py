@@ -138,7 +138,7 @@ def test_the_least_agreement_by_hand(library, ratio, walk, axes, least):
     walk = library.array(np.array(walk, float) + INITIAL_WALK)
     eligible = library.array(rule.eligible_tensors(axes), bool)
     found = library.call(rule.least_agreement, library.array(ratio), walk, eligible)
-    assert found == pytest.approx(least, abs=1e-13)
+    assert found == pytest.approx(1 + least, abs=1e-13)
 
 
 def test_noise_is_no_evidence_and_a_direction_is():
@@ -148,7 +148,7 @@ def test_noise_is_no_evidence_and_a_direction_is():
         moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1, keepdims=True))
         walk = np.cumsum(np.mean((noise + signal) ** 2, 1, keepdims=True), 0)
         ratio = rule.displacement_ratio(moved, walk)
-        found = [float(rule.least_agreement(*row, eligible, np)) for row in zip(ratio, walk)]
+        found = [float(rule.least_agreement(*row, eligible, np)) - 1 for row in zip(ratio, walk)]
         # By hand: t^2 signal^2 + t, over t (1 + signal^2), less 1, is (t - 1) times this.
         expected = np.arange(300) * signal**2 / (1 + signal**2)
         np.testing.assert_allclose(found, expected, atol=0.15 + 0.1 * expected.max())
@@ -214,7 +214,7 @@ def test_float32_counts_more_steps_than_it_can_represent(library):
 @pytest.mark.parametrize("scale", [1e-20, 1.0, 1e20])
 def test_the_scale_of_a_tensor_does_not_matter(library, dtype, scale):
     not_moved = library.array([INITIAL_WALK], dtype), library.array([True], bool)
-    assert library.call(rule.least_agreement, library.array([1.0], dtype), *not_moved) == 0
+    assert library.call(rule.least_agreement, library.array([1.0], dtype), *not_moved) == 1
     before = {"ceiling": scale, "distance": scale / 60}
     eta = library.call(rule.next_step_size, library.scalars(dtype, **before))
     np.testing.assert_allclose(eta, scale / 60, rtol=1e-6)

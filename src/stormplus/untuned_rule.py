@@ -40,7 +40,7 @@ class UntunedScalars(NamedTuple):
         ceiling: R, the tensor's scale. r exceeds it only while the steps agree.
         effective_steps: The steps so far, each counted as the part of the tensor that it moved.
         walk: The squared distance, in units of R^2, of a random walk with the same step sizes.
-        evidence: The sum of `least_agreement` squared over the effective steps.
+        evidence: The sum of A squared over the effective steps; see `least_agreement`.
     """
 
     step: Array
@@ -167,9 +167,9 @@ def grown_distance(displacement: Array, ratio: Array) -> Array:
 
 
 def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> Array:
-    """Return how well the steps so far agree, in the tensor where they agree least.
+    """Return how well the steps so far agree, in the tensor where they agree least: 1 + A.
 
-    Per tensor this is `displacement_ratio` less 1, at least 0.
+    This is the smallest `displacement_ratio`, at least 1.
 
     One number for all tensors: under softmax the last layer drifts along a direction that no loss
     depends on, which looks like agreement, while the layers below it see nothing but noise.
@@ -182,7 +182,7 @@ def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> 
     """
     valid = (walk > INITIAL_WALK) & (ratio < _MAX_RATIO)  # NaN compares False
     least = xp.where(eligible & valid, ratio, _MAX_RATIO).min()
-    return (least - 1) * ((least > 1) & (least < _MAX_RATIO))
+    return (least % _MAX_RATIO).clip(1.0)  # 0, then 1, if no tensor has moved
 
 
 def after_step(
@@ -215,16 +215,16 @@ def after_step(
     return UntunedScalars(
         step=scalars.step + 1.0,
         step_size=step_size,
-        # Below R or, while the steps agree, below R sqrt(1 + least), about R sqrt(t) at most: r
-        # does not feed itself.
+        # Below R or, while the steps agree, below R sqrt(1 + A), about R sqrt(t) at most: r does
+        # not feed itself.
         distance=xp.minimum(
             xp.maximum(scalars.distance, grown_distance(displacement, ratio)),
-            ceiling * (1.0 + least) ** 0.5,
+            ceiling * least**0.5,
         ),
         ceiling=ceiling,
         effective_steps=_add(scalars.effective_steps, counts),
         walk=walk,
-        evidence=scalars.evidence + counts * least**2,
+        evidence=scalars.evidence + counts * (least - 1.0) ** 2,
     )
 
 

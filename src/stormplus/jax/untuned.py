@@ -64,7 +64,7 @@ class UntunedState(NamedTuple):
         step_size: eta of the last step.
         effective_steps: The steps so far, each counted as the part of the leaf that it moved.
         walk: The squared distance, in units of R, of a random walk with the same step sizes.
-        evidence: How well the steps agree: the sum of `untuned_rule.least_agreement` squared
+        evidence: How well the steps agree: the sum of A squared (`untuned_rule`)
             over the effective steps.
         z_minus_x: The fast iterate minus the average, like the parameters but float32 or wider,
             or with `state_dtype`.
