@@ -23,37 +23,27 @@ from stormplus.versions import explicit_mesh
 _REPLICATED = PartitionSpec(None)  # type: ignore[no-untyped-call, unused-ignore]
 
 
-class UntunedFactors(NamedTuple):
-    """What a step multiplies with; the names are those of torch/kernels/plain.py.
+class UntunedCoefficients(NamedTuple):
+    """The coefficients of a step; the names are those of torch/kernels/plain.py.
 
     The first three have one entry per leaf, and after `of_each_leaf` they are numbers too.
     """
 
-    alpha: jax.Array  # the step in units of s
-    limit: jax.Array  # the largest change of one coordinate
+    alpha: jax.Array  # the factor times eta: the step in units of s
+    max_move: jax.Array  # the largest change of one coordinate
     decay: jax.Array | None  # the fraction of z that weight decay removes; None without it
-    old_rms: jax.Array  # sqrt(1 - w), with w the weight of g^2 in s^2
-    new_rms: jax.Array  # sqrt(w)
-    ahead: jax.Array  # c + (1 - b)(1 - c), with c the weight of z in the average
-    kept: jax.Array  # 1 - c
+    grad_weight: jax.Array  # w, the weight of g^2 in s^2
+    average_weight: jax.Array  # c, the weight of z in the average
 
-    @classmethod
-    def at(
-        cls, t: jax.Array, alpha: jax.Array, limit: jax.Array, decay: jax.Array | None
-    ) -> UntunedFactors:
-        """Return the factors of the t-th step."""
-        w, c = untuned_rule.grad_weight(t), untuned_rule.average_weight(t)
-        ahead = c + (1 - INTERPOLATION) * (1 - c)
-        return cls(alpha, limit, decay, jnp.sqrt(1 - w), jnp.sqrt(w), ahead, 1 - c)
-
-    def of_each_leaf(self) -> list[UntunedFactors]:
-        own = [factor for factor in self[:3] if factor is not None]
-        table, count = jnp.concatenate(own), len(self.alpha)
-        columns = count * np.arange(len(own), dtype=np.uint32)
+    def of_each_leaf(self) -> list[UntunedCoefficients]:
+        per_leaf = {"alpha": self.alpha, "max_move": self.max_move}
+        if self.decay is not None:
+            per_leaf["decay"] = self.decay
+        table, count = jnp.concatenate(list(per_leaf.values())), len(self.alpha)
+        columns = count * np.arange(len(per_leaf), dtype=np.uint32)
         # Not `table[columns + i]`: constant indices would be part of the kernels of one leaf.
         rows = [_take(table, columns + np.uint32(i)) for i in range(count)]
-        names = ("alpha", "limit", "decay")
-        return [self._replace(**dict(zip(names, row))) for row in rows]
+        return [self._replace(**dict(zip(per_leaf, row))) for row in rows]
 
 
 @jax.jit
@@ -62,11 +52,11 @@ def _take(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
 
 
 @jax.jit
-def normalize(g: jax.Array, s: jax.Array, by: UntunedFactors) -> tuple[jax.Array, jax.Array]:
+def normalize(g: jax.Array, s: jax.Array, grad_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the new s, and u = g / s: NaN where g is not finite, 0 where no gradient has been."""
-    old_rms, new_rms = by.old_rms.astype(g.dtype), by.new_rms.astype(g.dtype)
+    w, s = grad_weight.astype(g.dtype), s.astype(g.dtype)
     # The root of the sum of two squares, which in float32 do not exist for 1e-20 and 1e20.
-    s = jax.lax.abs(jax.lax.complex(old_rms * s.astype(g.dtype), new_rms * g))
+    s = jax.lax.abs(jax.lax.complex(jnp.sqrt(1 - w) * s, jnp.sqrt(w) * g))
     return s, g / jnp.where(s == 0, 1, s)
 
 
@@ -83,7 +73,7 @@ class LeafStep(NamedTuple):
 def step_leaf(
     p: jax.Array,
     u: jax.Array,
-    by: UntunedFactors,
+    coefficients: UntunedCoefficients,
     *,
     master: Any,
     e: jax.Array,
@@ -98,7 +88,7 @@ def step_leaf(
     Args:
         p: The parameter.
         u: The gradient divided by `s_new`.
-        by: The factors of this leaf.
+        coefficients: Those of this leaf.
         master: y in float32 if `p` is in half precision, or a hole.
         e: z - x.
         s: The root mean square gradient before the step.
@@ -107,17 +97,17 @@ def step_leaf(
         finite: Whether all gradients are. If not, the step has no effect.
         state_dtype: The dtype in which e and s are stored, or None for their own.
     """
-    dtype = wide_dtype(p)
-    by = jax.tree.map(lambda factor: factor.astype(dtype), by)
+    dtype, b = wide_dtype(p), INTERPOLATION
+    alpha, max_move, decay, _, c = jax.tree.map(lambda v: v.astype(dtype), coefficients)
     y, e_old = full_precision(p, master), e.astype(dtype)
 
-    move = jnp.clip(by.alpha * u, -by.limit, by.limit)
-    if by.decay is not None:
-        move = move + by.decay * (y + INTERPOLATION * e_old)
+    move = jnp.clip(alpha * u, -max_move, max_move)
+    if decay is not None:
+        move = move + decay * (y + b * e_old)
     # z <- z - move, x <- x + c (z - x), y <- (1 - b) z + b x, in terms of y and e = z - x.
     m = e_old - move
-    change = jnp.where(finite, by.ahead * m - (1 - INTERPOLATION) * e_old, 0)
-    e_new = by.kept * m
+    change = jnp.where(finite, (c + (1 - b) * (1 - c)) * m - (1 - b) * e_old, 0)
+    e_new = (1 - c) * m
     if state_dtype is not None:
         e_new, s_new = stochastic_round(e_new, step, 0), stochastic_round(s_new, step, 1)
     if not is_masked(master):

@@ -40,7 +40,7 @@ from stormplus.jax._trees import (
     widen,
 )
 from stormplus.jax._untuned_leaf import (
-    UntunedFactors,
+    UntunedCoefficients,
     full_precision,
     normalize,
     sample,
@@ -187,10 +187,16 @@ def untuned(
             natural = _natural_scales(layout)
             decay = untuned_rule.decay_factor(rate, alpha, natural, scalars.ceiling, jnp)
         t = state.step.astype(eta.dtype) + 1
-        factors = UntunedFactors.at(t, alpha, scale * scalars.distance, decay).of_each_leaf()
+        coefficients = UntunedCoefficients(
+            alpha=alpha,
+            max_move=scale * scalars.distance,
+            decay=decay,
+            grad_weight=untuned_rule.grad_weight(t),
+            average_weight=untuned_rule.average_weight(t),
+        )
 
         # Each leaf
-        normalized = [normalize(*arrays) for arrays in zip(g, s, factors)]
+        normalized = [normalize(g_i, s_i, coefficients.grad_weight) for g_i, s_i in zip(g, s)]
         sizes = np.array([max(p_i.size, 1) for p_i in p])
         mean_square = sums_of_squares([u for _, u in normalized]) / sizes
         # Beyond the paper: a non-finite gradient has no effect. `mean_square` is finite iff every
@@ -198,8 +204,10 @@ def untuned(
         finite = jnp.isfinite(jnp.sum(mean_square + 0 * eta))
         shared = {"step": safe_increment(state.step), "finite": finite, "state_dtype": state_dtype}
         new = [
-            step_leaf(p_i, u, by, master=master_i, e=e_i, s=s_i, s_new=s_new, **shared)
-            for p_i, (s_new, u), by, master_i, e_i, s_i in zip(p, normalized, factors, master, e, s)
+            step_leaf(p_i, u, of_leaf, master=master_i, e=e_i, s=s_i, s_new=s_new, **shared)
+            for p_i, (s_new, u), of_leaf, master_i, e_i, s_i in zip(
+                p, normalized, coefficients.of_each_leaf(), master, e, s
+            )
         ]
         param_updates = layout.zero_filled_tree(leaf.update for leaf in new)
 
