@@ -1,4 +1,4 @@
-"""One leaf of `untuned`: its step, its rounding, and its sample of coordinates.
+"""One leaf of `untuned`: its step, its rounding, and the coordinates that are measured.
 
 XLA compiles equal kernels once. These functions are therefore compiled per shape and not per leaf:
 what differs between leaves of one shape comes in as an operand, never as a constant. Compile time
@@ -175,18 +175,18 @@ def _mix_bits(n: jax.Array) -> jax.Array:
     return n ^ (n >> 15)
 
 
-# -- the sample of coordinates on which the displacement is measured -------------------------
+# -- the coordinates on which the displacement is measured -----------------------------------
 
 
-def sample(leaf: jax.Array) -> jax.Array:
+def coordinates(leaf: jax.Array) -> jax.Array:
     """Return every k-th coordinate of the flattened leaf, with k = `sample_stride`, replicated."""
     whole = explicit_mesh(leaf) is None and untuned_rule.sample_stride(leaf.size) == 1
-    coordinates: jax.Array = leaf.reshape(-1) if whole else _gather_sample(leaf)
-    return coordinates
+    selected: jax.Array = leaf.reshape(-1) if whole else _gather_coordinates(leaf)
+    return selected
 
 
 @jax.jit
-def _gather_sample(leaf: jax.Array) -> jax.Array:
+def _gather_coordinates(leaf: jax.Array) -> jax.Array:
     # Gathered by index, so that a sharded leaf need not be flattened.
     mesh = explicit_mesh(leaf)
     # A mesh with explicit axes needs `out_sharding`, an argument that jax 0.4 does not have.
@@ -194,13 +194,13 @@ def _gather_sample(leaf: jax.Array) -> jax.Array:
         {} if mesh is None else {"out_sharding": NamedSharding(mesh, _REPLICATED)}
     )
     leaf = leaf if leaf.ndim else leaf[None]
-    at = leaf.at[_sample_indices(leaf.shape)]
+    at = leaf.at[_coordinate_indices(leaf.shape)]
     gathered: jax.Array = at.get(mode="promise_in_bounds", **options)
     return gathered
 
 
 @functools.lru_cache(maxsize=1024)
-def _sample_indices(shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], ...]:
+def _coordinate_indices(shape: tuple[int, ...]) -> tuple[np.ndarray[Any, Any], ...]:
     size = int(np.prod(shape, dtype=object))
     flat = np.arange(0, size, untuned_rule.sample_stride(size))
     return tuple(index.astype(np.uint32) for index in np.unravel_index(flat, shape))

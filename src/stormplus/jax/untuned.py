@@ -41,9 +41,9 @@ from stormplus.jax._trees import (
 )
 from stormplus.jax._untuned_leaf import (
     UntunedCoefficients,
+    coordinates,
     full_precision,
     normalize,
-    sample,
     step_leaf,
 )
 from stormplus.rules import Sum
@@ -63,13 +63,13 @@ class UntunedState(NamedTuple):
         ceiling: R, the leaf's scale. r exceeds it only while the steps agree.
         step_size: eta of the last step.
         effective_steps: The steps so far, each counted as the part of the leaf that it moved.
-        walk: The squared distance, in units of R, of a random walk with the same step sizes.
+        walk: The squared distance, in units of R^2, of a random walk with the same step sizes.
         evidence: How well the steps agree: the sum of A squared (`untuned_rule`)
             over the effective steps.
         z_minus_x: The fast iterate minus the average, like the parameters but float32 or wider,
             or with `state_dtype`.
         grad_rms: s, with the dtype of `z_minus_x`.
-        initial_sample: z_1 on a sample of the coordinates, all leaves in one array.
+        initial_sample: z_1 on the coordinates that are measured, all leaves in one array.
         master: y in float32 for leaves in half precision; holes elsewhere.
     """
 
@@ -269,7 +269,7 @@ def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
     def buffer() -> PyTree:
         return layout.masked_tree(jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y)
 
-    samples = [z.reshape(-1) for _, z in _samples(y)]
+    z_1 = [rows.reshape(-1) for _, rows in _coordinates_by_size(y)]
     ceiling = untuned_rule.distance_ceiling(root_mean_squares(y), _natural_scales(layout), jnp)
     return UntunedState(
         step=jnp.zeros((), jnp.int32),
@@ -283,7 +283,7 @@ def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
         z_minus_x=buffer(),
         grad_rms=buffer(),
         # One array and not a tree: it has neither the shapes nor the sharding of the parameters.
-        initial_sample=jnp.concatenate(samples) if samples else jnp.zeros(0),
+        initial_sample=jnp.concatenate(z_1) if z_1 else jnp.zeros(0),
         master=layout.masked_tree(masters),
     )
 
@@ -363,13 +363,13 @@ def _eligible(layout: Layout) -> np.ndarray[Any, Any]:
 
 
 def _displacement(y: Sequence[jax.Array], e: Sequence[jax.Array], state: UntunedState) -> jax.Array:
-    """Return the root mean square of z - z_1 over the sample of each leaf."""
+    """Return the root mean square of z - z_1 over each leaf's measured coordinates."""
     # In units of R the squares neither overflow nor underflow; R itself cancels.
     unit = jax.lax.stop_gradient(state.ceiling)
     squares: list[jax.Array] = []
     order: list[int] = []
     start = 0
-    for (which, y_rows), (_, e_rows) in zip(_samples(y), _samples(e)):
+    for (which, y_rows), (_, e_rows) in zip(_coordinates_by_size(y), _coordinates_by_size(e)):
         z = y_rows + INTERPOLATION * e_rows.astype(y_rows.dtype)
         z_1 = state.initial_sample[start : start + z.size].reshape(z.shape)
         start += z.size
@@ -379,5 +379,5 @@ def _displacement(y: Sequence[jax.Array], e: Sequence[jax.Array], state: Untuned
     return unit * square_root(jnp.concatenate(squares)[np.argsort(order)])
 
 
-def _samples(leaves: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
-    return stack_equal_sizes([sample(leaf) for leaf in leaves])
+def _coordinates_by_size(leaves: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
+    return stack_equal_sizes([coordinates(leaf) for leaf in leaves])
