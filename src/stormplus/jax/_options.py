@@ -19,15 +19,15 @@ Number: TypeAlias = float | jax.Array
 NumberOrSchedule: TypeAlias = Number | Callable[[jax.Array], Any]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Options:
     """The checked arguments; `stormplus.jax.storm_plus` documents them."""
 
     lr: NumberOrSchedule = 1.0
-    unit: Number | str = 1.0
     weight_decay: Number = 0.0
     decoupled_weight_decay: bool = False
     maximize: bool = False
+    unit: Number | str = 1.0
     mask: TreeOrFunction = None
     gradient_transform: optax.GradientTransformation | None = None
 

@@ -115,7 +115,13 @@ def storm_plus(
             both gradients of the optimized leaves, before the weight decay.
     """
     options = Options(
-        lr, unit, weight_decay, decoupled_weight_decay, maximize, mask, gradient_transform
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
     )
     return _paired("storm_plus", StormPlusRule(), options)
 
@@ -132,7 +138,13 @@ def simplified_storm_plus(
 ) -> optax.GradientTransformationExtraArgs:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
     options = Options(
-        lr, unit, weight_decay, decoupled_weight_decay, maximize, mask, gradient_transform
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
     )
     return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), options)
 
@@ -158,7 +170,13 @@ def storm(
     arguments are `storm_plus`'s.
     """
     options = Options(
-        lr, unit, weight_decay, decoupled_weight_decay, maximize, mask, gradient_transform
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
     )
     constants: dict[str, Any] = {"theta": theta, "w": w, "c": c, "smoothness": smoothness}
     # Arrays may be traced, so only the other constants can be checked.
