@@ -141,8 +141,8 @@ def untuned(
     There is no learning rate.
 
     Args:
-        weight_decay: Decoupled: each step multiplies the weights by 1 - weight_decay * step size
-            (less for leaves that start above their natural scale). A number, or a tree of numbers
+        weight_decay: Decoupled: each step multiplies the weights by 1 - weight_decay * step size;
+            leaves that start above their natural scale decay less. A number, or a tree of numbers
             like the parameters or a prefix of their tree.
         maximize: Ascend: the gradients change sign, the weight decay does not.
         factor: Multiplies the steps: a number, or a schedule, which is a function of the number

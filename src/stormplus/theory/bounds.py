@@ -37,7 +37,7 @@ class Trace(NamedTuple):
 def trace_run(problem: Objective, steps: int, *, x0: Array | None = None, **options: Any) -> Trace:
     """Run `minimize` with its `options`, and keep every vector of every step.
 
-    It starts from `x0`, by default `problem.start()`, and with `rng=0` by default.
+    It starts from `x0`, by default `problem.start()`; by default `rng=0`.
     """
     calls: list[Array] = []
     rows: list[tuple[Array, Array]] = []
