@@ -21,15 +21,11 @@ except ImportError:
     class OptimizeResult(dict):  # type: ignore[no-redef,type-arg]
         """A dict whose keys are attributes too, as SciPy's class of this name."""
 
-        def __getattr__(self, name: str) -> Any:
-            try:
-                return self[name]
-            except KeyError:
-                raise AttributeError(name) from None
+        def __init__(self) -> None:
+            self.__dict__ = self
 
 
 Array: TypeAlias = NDArray[np.float64]
-Blocks: TypeAlias = list[Array]
 
 HISTORY = ("gain", "step_size", "grad_norm", "estimator_norm", "sum_g_sq", "sum_d_sq_over_a")
 
@@ -85,41 +81,45 @@ def minimize(
     if isinstance(x0, (list, tuple)) and not x0:
         raise ValueError("x0 must have at least one number or block, got an empty list")
     single = not isinstance(x0, (list, tuple)) or all(map(np.isscalar, x0))
-    x = [_as_float64(block) for block in ([x0] if single else x0)]
+    blocks = [_as_float64(block) for block in ([x0] if single else x0)]
+    sizes = [block.size for block in blocks]
+    ends = np.cumsum(sizes).tolist()
 
-    def gradient(at: Blocks, xi: Any) -> Blocks:
-        g = grad(at[0].copy() if single else [block.copy() for block in at], xi)
-        return _checked_gradient([g] if single else g, at)
+    def shaped(v: Array) -> Any:
+        """Return a copy of a vector of all coordinates, shaped like `x0`."""
+        parts = [
+            v[end - block.size : end].reshape(block.shape).copy()
+            for block, end in zip(blocks, ends)
+        ]
+        return parts[0] if single else parts
+
+    def gradient(x: Array, xi: Any) -> Array:
+        g = grad(shaped(x), xi)
+        return _as_vector([g] if single else g, blocks)
 
     if not callable(lr):
-        _per_block(lr, len(x))  # raise before the first sample is drawn
-    d: Blocks = []
+        _per_block(lr, len(blocks))  # raise before the first sample is drawn
+    # Beyond the paper: g_0, the unit of the gradient. While all are zero it is 1.
+    unit_is_known, g_0 = (False, 1.0) if unit == "first" else (True, float(unit))
+    x = d = np.concatenate([block.ravel() for block in blocks])
     a = eta = 1.0
-    g_0 = None if unit == "first" else float(unit)
-    sums, result = Sums(), _Progress(single, x)
+    sums, result = Sums(), _Progress(shaped, x)
     try:
         for t in range(1, steps + 1):
             xi = None if sample is None else sample(rng)
             if t == 1:
                 d = g = gradient(x, xi)  # Alg. 1, line 1
             else:
-                lrs = _per_block(lr(t - 1) if callable(lr) else lr, len(x))
-                x_new = [
-                    x_i - lr_i * eta * (d_i / (g_0 or 1.0))  # Alg. 1, line 4
-                    for x_i, lr_i, d_i in zip(x, lrs, d)
-                ]
+                lr_t = np.repeat(_per_block(lr(t - 1) if callable(lr) else lr, len(blocks)), sizes)
+                x_new = x - lr_t * eta * (d / g_0)  # Alg. 1, line 4
                 g, g_tilde = gradient(x_new, xi), gradient(x, xi)  # Alg. 1, line 5
-                d = [
-                    g_i + (1 - a) * (d_i - g_tilde_i)  # Alg. 1, line 6
-                    for g_i, d_i, g_tilde_i in zip(g, d, g_tilde)
-                ]
+                d = g + (1 - a) * (d - g_tilde)  # Alg. 1, line 6
                 x = x_new
             with np.errstate(over="ignore", invalid="ignore"):  # checked below
-                g_norm, d_norm = _norm(g), _norm(d)
-                # Beyond the paper: g_0, the unit of the gradient. While all are zero it is 1.
-                if g_0 is None and g_norm > 0:
-                    g_0 = g_norm
-                in_units = (g_norm / (g_0 or 1.0)) ** 2, (d_norm / (g_0 or 1.0)) ** 2
+                g_norm, d_norm = float(np.sqrt(g @ g)), float(np.sqrt(d @ d))
+                if not unit_is_known and g_norm > 0:
+                    unit_is_known, g_0 = True, g_norm
+                in_units = (g_norm / g_0) ** 2, (d_norm / g_0) ** 2
                 sums, a, eta = rule(sums, *in_units, t)  # Alg. 1, line 3
             if not np.isfinite(sums.sum_d_sq_over_a.total):
                 raise FloatingPointError(
@@ -130,7 +130,7 @@ def minimize(
                 x=x,
                 estimator=d,
                 uniform=reservoir.integers(t) == 0,  # Alg. 1, line 8
-                unit=g_0 or 1.0,
+                unit=g_0,
                 gain=a,
                 step_size=eta,
                 grad_norm=g_norm,
@@ -152,45 +152,38 @@ def minimize(
 class _Progress:
     """The result so far."""
 
-    def __init__(self, single: bool, x: Blocks) -> None:
-        self.single, self.nit = single, 0
-        self.fields: dict[str, Any] = {"x": x, "x_uniform": x}
+    def __init__(self, shaped: Callable[[Array], Any], x: Array) -> None:
+        self.shaped, self.nit = shaped, 0
+        self.vectors = {"x": x, "x_uniform": x}
+        self.scalars: dict[str, float] = {}
         self.rows = np.empty((64, len(HISTORY)))  # doubled when it is full
 
     def record(
-        self, *, x: Blocks, estimator: Blocks, uniform: bool, unit: float, **scalars: Any
+        self, *, x: Array, estimator: Array, uniform: bool, unit: float, **scalars: Any
     ) -> None:
         if self.nit == len(self.rows):
             self.rows = np.concatenate([self.rows, np.empty_like(self.rows)])
         self.rows[self.nit] = [scalars[name] for name in HISTORY]
         self.nit += 1
-        self.fields.update({name: float(scalars[name]) for name in HISTORY})
-        self.fields.update(x=x, estimator=estimator, unit=unit)
+        self.scalars = {name: float(value) for name, value in scalars.items()} | {"unit": unit}
+        self.vectors.update(x=x, estimator=estimator)
         if uniform:  # with probability 1/t: reservoir sampling
-            self.fields["x_uniform"] = x
+            self.vectors["x_uniform"] = x
 
     def so_far(self, message: str, *, success: bool = False) -> OptimizeResult:
-        fields = dict(self.fields)
-        for name in ("x", "x_uniform", "estimator"):
-            if name in fields:
-                blocks = [block.copy() for block in fields[name]]
-                fields[name] = blocks[0] if self.single else blocks
-        fields |= {
-            "nit": self.nit,
-            "ngev": max(2 * self.nit - 1, 0),
-            # Views: rows that are recorded do not change, and a callback per step is cheap.
-            "history": {name: self.rows[: self.nit, i] for i, name in enumerate(HISTORY)},
-            "success": success,
-            "status": 0 if success else 1,
-            "message": message,
-        }
         result = OptimizeResult()
-        result.update(fields)
+        result.update({name: self.shaped(vector) for name, vector in self.vectors.items()})
+        result.update(self.scalars)
+        result.update(
+            nit=self.nit,
+            ngev=max(2 * self.nit - 1, 0),
+            # Views: rows that are recorded do not change, and a callback per step is cheap.
+            history={name: self.rows[: self.nit, i] for i, name in enumerate(HISTORY)},
+            success=success,
+            status=0 if success else 1,
+            message=message,
+        )
         return result
-
-
-def _norm(blocks: Blocks) -> float:
-    return float(np.sqrt(np.sum([np.vdot(block, block) for block in blocks])))
 
 
 def _check_arguments(steps: int, unit: float | str, **functions: Any) -> None:
@@ -225,15 +218,16 @@ def _per_block(lr: Any, blocks: int) -> Array:
     return np.broadcast_to(rates, blocks)
 
 
-def _checked_gradient(g: Any, x: Blocks) -> Blocks:
+def _as_vector(g: Any, x: list[Array]) -> Array:
+    """Return the blocks of a gradient as one vector."""
     if not isinstance(g, (list, tuple)):
         raise TypeError(f"x0 is a list of blocks, so grad must return a list, got {g!r}")
     if len(g) != len(x):
         raise ValueError(f"grad must return {len(x)} blocks, as x0 has, got {len(g)}")
-    blocks = [np.array(g_i, dtype=np.float64) for g_i in g]
+    blocks = [np.asarray(g_i, dtype=np.float64) for g_i in g]
     for i, (g_i, x_i) in enumerate(zip(blocks, x)):
         if g_i.shape != x_i.shape:
             raise ValueError(f"block {i} of x0 is {x_i.shape}, its gradient {g_i.shape}")
         if not np.isfinite(g_i).all():
             raise FloatingPointError(f"the gradient of block {i} is not finite: {g_i}")
-    return blocks
+    return np.concatenate([g_i.ravel() for g_i in blocks])
