@@ -9,18 +9,13 @@ params = optax.apply_updates(params, updates)
 
 from __future__ import annotations
 
-from stormplus.install import how_to
+from stormplus.install import required
 
-try:
-    import jax as _jax  # noqa: F401
-    import optax as _optax  # type: ignore[import-untyped, unused-ignore]  # noqa: F401
-except ImportError as error:
-    raise ImportError(f"stormplus.jax needs jax and optax: {how_to('jax')}") from error
-
-from stormplus.jax.closures import accumulate, verify
-from stormplus.jax.storm import StormState, simplified_storm_plus, storm, storm_plus
-from stormplus.jax.uniform import UniformIterate, UniformIterateState, uniform_iterate
-from stormplus.jax.untuned import UntunedState, averaged, untuned
+with required("jax"):
+    from stormplus.jax.closures import accumulate, verify
+    from stormplus.jax.storm import StormState, simplified_storm_plus, storm, storm_plus
+    from stormplus.jax.uniform import UniformIterate, UniformIterateState, uniform_iterate
+    from stormplus.jax.untuned import UntunedState, averaged, untuned
 
 __all__ = [
     "StormState",
