@@ -131,8 +131,8 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
-        own = {"method": self.method, **self._options}
-        return {key: config[key] for key in ("name", "learning_rate")} | own
+        inherited = {key: config[key] for key in ("name", "learning_rate")}
+        return {**inherited, "method": self.method, **self._options}
 
     def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)

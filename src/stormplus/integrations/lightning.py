@@ -261,14 +261,14 @@ def _replaced(owner: object, name: str, value: Any) -> Iterator[None]:
 
 
 def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
-    found: list[Any] = [opt for opt in trainer.optimizers if isinstance(opt, PairedOptimizer)]
-    if not found:
+    paired: list[Any] = [opt for opt in trainer.optimizers if isinstance(opt, PairedOptimizer)]
+    if not paired:
         names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
             f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
             "return one of them from configure_optimizers. Untuned needs UntunedCallback"
         )
-    return found
+    return paired
 
 
 def _has_swa(trainer: Trainer) -> bool:

@@ -85,15 +85,15 @@ class Replay:
         """Replace the arguments of `step`; a step pre-hook of torch."""
         if not args:  # move() and estimate() run the hooks too
             return None
-        given = kwargs.get("closure") or next(iter(args[1:]), None)
+        evaluate = kwargs.get("closure") or next(iter(args[1:]), None)
 
         def closure() -> Any:
-            return self._second() if self._stepped else self._first(given)
+            return self._second() if self._stepped else self._first(evaluate)
 
         return (opt,), {"closure": closure}
 
-    def _first(self, given: Callable[[], Any] | None) -> Any:
-        loss = None if given is None else given()
+    def _first(self, evaluate: Callable[[], Any] | None) -> Any:
+        loss = None if evaluate is None else evaluate()
         if self._sample is None:
             raise RuntimeError(
                 "step() was called, but no training step has been evaluated since the last one"

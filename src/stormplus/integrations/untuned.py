@@ -160,14 +160,14 @@ class AverageCallback:
 
     def _begin(self, optimizers: list[Any], model: Any, advice: str) -> None:
         """Take the average of the trainer's optimizers; raise if there is no `Untuned`."""
-        found = [opt for opt in optimizers if isinstance(opt, Untuned)]
-        if not found:
+        untuned = [opt for opt in optimizers if isinstance(opt, Untuned)]
+        if not untuned:
             names = ", ".join(type(opt).__name__ for opt in optimizers) or "nothing"
             raise TypeError(
                 f"UntunedCallback is for Untuned, got {names}: {advice}, or leave the callback out"
             )
         self._hooks.close()  # left by a run that failed
-        self._average = Average(found, model, self._recalibrate_batches)
+        self._average = Average(untuned, model, self._recalibrate_batches)
 
     def _end(self) -> None:
         self._average.swap_in()

@@ -106,10 +106,10 @@ class Layout:
 
     def buffers(self, tree: PyTree) -> list[jax.Array]:
         """Return the leaves of a tree of the state; raise if they do not match the parameters."""
-        found: list[jax.Array] = jax.tree.leaves(tree)
+        buffers: list[jax.Array] = jax.tree.leaves(tree)
         expected = self.masked_tree(self.leaves)
         structure: Any = jax.tree.structure(expected)
-        same_shapes = [buffer.shape for buffer in found] == [leaf.shape for leaf in self.leaves]
+        same_shapes = [buffer.shape for buffer in buffers] == [leaf.shape for leaf in self.leaves]
         if structure != jax.tree.structure(tree) or not same_shapes:
             params, state = (jax.tree.map(jnp.shape, t) for t in (expected, tree))
             raise ValueError(
@@ -117,7 +117,7 @@ class Layout:
                 f"are {_short(params)}, those of the state {_short(state)}; create a new state "
                 "with tx.init(params)"
             )
-        return found
+        return buffers
 
     def gradient(self, tree: PyTree, source: str) -> list[jax.Array]:
         """Return the optimized leaves of a gradient, in their wide dtypes; raise if it is none."""

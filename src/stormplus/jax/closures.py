@@ -30,13 +30,13 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
         RuntimeError: The gradients differ.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, StormState))
-    found = [node for node in nodes if isinstance(node, StormState)]
-    if not found or any(int(jnp.min(s.step)) == 0 for s in found):
+    states = [node for node in nodes if isinstance(node, StormState)]
+    if not states or any(int(jnp.min(s.step)) == 0 for s in states):
         raise ValueError(
             "verify needs the state after the first update: got "
-            + (f"step {found[0].step}" if found else f"no StormState in {type(state).__name__}")
+            + (f"step {states[0].step}" if states else f"no StormState in {type(state).__name__}")
         )
-    for storm_state in found:
+    for storm_state in states:
         mismatch = float(jnp.max(storm_state.mismatch))
         if mismatch > rtol:
             raise RuntimeError(

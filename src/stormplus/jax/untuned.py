@@ -304,17 +304,17 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
         ValueError: There is no `UntunedState` in `state`, or `params` do not match it.
     """
     nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, UntunedState))
-    found = [node for node in nodes if isinstance(node, UntunedState)]
-    if not found:
+    states = [node for node in nodes if isinstance(node, UntunedState)]
+    if not states:
         raise ValueError(
             "averaged needs a state of untuned, also within another: "
             f"got none in {type(state).__name__}"
         )
     leaves, structure = jax.tree.flatten(params)
-    for one in found:
+    for untuned_state in states:
         # Compared by leaves and not by nodes: Flax NNX wraps the arrays of the state differently.
-        e = jax.tree.leaves(one.z_minus_x, is_leaf=is_masked)
-        master = jax.tree.leaves(one.master, is_leaf=is_masked)
+        e = jax.tree.leaves(untuned_state.z_minus_x, is_leaf=is_masked)
+        master = jax.tree.leaves(untuned_state.master, is_leaf=is_masked)
         expected_shapes = [None if is_masked(e_i) else e_i.shape for e_i in e]
         shapes = [jnp.shape(p) for p in leaves]
         if len(e) != len(leaves) or any(

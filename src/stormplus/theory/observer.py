@@ -283,21 +283,21 @@ class Attachment(AbstractContextManager["Attachment"]):
             errors["true_noise_sq"] = _apart(g, g_bar)
         self.observer._record(step, seen, errors, pair)
 
-    def _gradients(self, given: Iterable[Tensor | None] | None = None) -> Vectors:
+    def _gradients(self, of_loss: Iterable[Tensor | None] | None = None) -> Vectors:
         """Return the gradients as the optimizer sees them, with L2 decay and sign.
 
-        From `.grad`, or those given, one per parameter. Parameters without a gradient and frozen
-        ones are left out.
+        From `of_loss`, one per parameter, or by default from `.grad`. Parameters without a gradient
+        and frozen ones are left out.
         """
-        found: Vectors = {}
+        gradients: Vectors = {}
         params = [(group, p) for group in self.optimizer.param_groups for p in group["params"]]
-        gradients = [p.grad for _, p in params] if given is None else given
-        for (group, p), g in zip(params, gradients, strict=True):
+        of_loss = [p.grad for _, p in params] if of_loss is None else of_loss
+        for (group, p), g in zip(params, of_loss, strict=True):
             if p.requires_grad and g is not None:
                 sign = -1.0 if group["maximize"] else 1.0
                 decay = 0.0 if group["decoupled_weight_decay"] else group["weight_decay"]
-                found[p] = sign * g.detach() + decay * p.detach()
-        return found
+                gradients[p] = sign * g.detach() + decay * p.detach()
+        return gradients
 
     def _estimators(self) -> Vectors:
         opt = self.optimizer
