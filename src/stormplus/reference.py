@@ -21,8 +21,11 @@ except ImportError:
     class OptimizeResult(dict):  # type: ignore[no-redef,type-arg]
         """A dict whose keys are attributes too, as SciPy's class of this name."""
 
-        def __init__(self) -> None:
-            self.__dict__ = self
+        def __getattr__(self, name: str) -> Any:
+            try:
+                return self[name]
+            except KeyError:
+                raise AttributeError(name) from None
 
 
 Array: TypeAlias = NDArray[np.float64]
