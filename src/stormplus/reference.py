@@ -161,14 +161,12 @@ class _Progress:
         self.scalars: dict[str, float] = {}
         self.rows = np.empty((64, len(HISTORY)))  # doubled when it is full
 
-    def record(
-        self, *, x: Array, estimator: Array, uniform: bool, unit: float, **scalars: Any
-    ) -> None:
+    def record(self, *, x: Array, estimator: Array, uniform: bool, **scalars: float) -> None:
         if self.nit == len(self.rows):
             self.rows = np.concatenate([self.rows, np.empty_like(self.rows)])
         self.rows[self.nit] = [scalars[name] for name in HISTORY]
         self.nit += 1
-        self.scalars = {name: float(value) for name, value in scalars.items()} | {"unit": unit}
+        self.scalars = {name: float(value) for name, value in scalars.items()}
         self.vectors.update(x=x, estimator=estimator)
         if uniform:  # with probability 1/t: reservoir sampling
             self.vectors["x_uniform"] = x
