@@ -12,7 +12,7 @@ constant is an integer: fewer operations are faster, and constants are floats.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 from stormplus.rules import Sum
@@ -50,6 +50,17 @@ class UntunedScalars(NamedTuple):
     effective_steps: Sum
     walk: Array
     evidence: Array
+
+    @classmethod
+    def from_rows(cls, rows: Mapping[str, Array]) -> UntunedScalars:
+        """Take the fields from arrays by name; `effective_steps` is two of them."""
+        steps = Sum(rows["effective_steps"], rows["effective_steps_lost"])
+        return cls(**{name: rows[name] for name in cls._fields} | {"effective_steps": steps})
+
+    def to_rows(self) -> dict[str, Array]:
+        """Return what `from_rows` takes."""
+        steps = self.effective_steps
+        return self._asdict() | {"effective_steps": steps.value, "effective_steps_lost": steps.lost}
 
 
 def natural_scale(inputs: int) -> float:

@@ -155,6 +155,10 @@ class BaseOptimizer(Optimizer, ABC):
 
     def _count_skip(self, skip: Tensor) -> None:
         """Count a step on a device if the flag is set, and let the host know one step late."""
+        found_inf = getattr(self, "found_inf", None)
+        if found_inf is not None:
+            # An overflow found by GradScaler is not an error: do not count it.
+            skip = skip & (found_inf.to(skip.device, non_blocking=True).reshape(()) == 0)
         count = self._shared.rows["skipped"][0].add_(skip)
         # A device without events, as XLA, would be waited for.
         module = getattr(torch, count.device.type, None)

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from stormplus import untuned_rule as rule
-from stormplus.rules import Sum
 from stormplus.torch._average import AveragedOptimizer
 from stormplus.torch._checks import NO_LR, check_number, parameter_name, warn, without_lr
 from stormplus.torch._tensors import Numbers, State, TensorGroup
@@ -162,31 +161,12 @@ class Untuned(AveragedOptimizer):
             self._compare_with_loaded(groups)
         options, xp = self._options(), np if on_host else torch
         _, present = table.select([column for group in groups for column in group.columns])
-        scalars = rule.UntunedScalars(
-            step=rows["step"],
-            step_size=rows["step_size"],
-            distance=rows["distance"],
-            ceiling=rows["ceiling"],
-            effective_steps=Sum(rows["effective_steps"], rows["effective_steps_lost"]),
-            walk=rows["walk"],
-            evidence=rows["evidence"],
-        )
-        # `_check_parameters` finds what is not finite, here or in the next step.
+        scalars = rule.UntunedScalars.from_rows(rows)
+        # Non-finite values are caught by `_check_parameters`, now or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
             skip = self._check_parameters(rows["displacement"] + eta, present, skip)
-            alpha, t, decay = options.lr * eta, scalars.step + 1.0, options.weight_decay
-            if options.decays:
-                decay = rule.decay_factor(decay, alpha, rows["natural_scale"], rows["ceiling"], xp)
-            coefficients = UntunedCoefficients(
-                step_size=alpha,
-                max_move=options.lr * scalars.distance,
-                decay=decay,
-                grad_weight=rule.grad_weight(t),
-                average_weight=rule.average_weight(t),
-                grad_factor=options.sign if grad_scale is None else options.sign / grad_scale,
-                step=t,
-            )
+            coefficients = self._coefficients(scalars, eta, options, grad_scale)
             u_sq, moved_sq = self._run_passes(groups, coefficients, skip)
             displacement = (moved_sq / rows["sample_count"]) ** 0.5
             if present is not None:
@@ -194,34 +174,38 @@ class Untuned(AveragedOptimizer):
             new = rule.after_step(
                 scalars,
                 step_size=eta,
-                alpha=alpha,
+                alpha=coefficients.step_size,
                 mean_square=u_sq / rows["size"],
                 displacement=displacement,
                 eligible=options.eligible,
                 xp=xp,
             )
-        written = {
-            "step": new.step,
-            "step_size": new.step_size,
-            "distance": new.distance,
-            "effective_steps": new.effective_steps.value,
-            "effective_steps_lost": new.effective_steps.lost,
-            "walk": new.walk,
-            "evidence": new.evidence,
-            "displacement": displacement,
-        }
-        evaluations = self._shared.rows["grad_evaluations"]
-        if skip is None:
-            table.write(written, present)
-            evaluations += 1.0
-        else:
-            table.write(written, ~skip if present is None else present & ~skip)
-            evaluations += ~skip
-            overflow = vars(self).get("found_inf")  # is not reported
-            if overflow is not None:
-                skip = skip & (overflow.to(skip.device, non_blocking=True).reshape(()) == 0)
+        taken = None if skip is None else ~skip
+        mask = present if taken is None else taken if present is None else present & taken
+        table.write(new.to_rows() | {"displacement": displacement}, mask)
+        self._shared.rows["grad_evaluations"] += 1.0 if taken is None else taken
+        if skip is not None:
             self._count_skip(skip)
         self._opt_called = True  # lr_scheduler warns without it
+
+    def _coefficients(
+        self, scalars: rule.UntunedScalars, eta: Numbers, options: _Options, grad_scale: Any
+    ) -> UntunedCoefficients:
+        """Return what the passes need to know about each tensor."""
+        alpha, t, rows = options.lr * eta, scalars.step + 1.0, self._per_tensor.rows
+        decay = options.weight_decay
+        if options.decays:
+            xp = np if self._per_tensor.on_host else torch
+            decay = rule.decay_factor(decay, alpha, rows["natural_scale"], scalars.ceiling, xp)
+        return UntunedCoefficients(
+            step_size=alpha,
+            max_move=options.lr * scalars.distance,
+            decay=decay,
+            grad_weight=rule.grad_weight(t),
+            average_weight=rule.average_weight(t),
+            grad_factor=options.sign if grad_scale is None else options.sign / grad_scale,
+            step=t,
+        )
 
     def _run_passes(
         self, groups: list[TensorGroup], coefficients: UntunedCoefficients, skip: Tensor | None
@@ -249,7 +233,7 @@ class Untuned(AveragedOptimizer):
 
         A GradScaler has looked for overflows itself, and expects no error.
         """
-        scale, found_inf = vars(self).get("grad_scale"), vars(self).get("found_inf")
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
         like, on_host = self._shared.tensor, self._shared.on_host
         if scale is not None:
             scale = float(scale) if on_host else scale.to(like, non_blocking=True).reshape(())
