@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
@@ -86,6 +86,18 @@ class Sums(NamedTuple):
 
     sum_g_sq: Sum = Sum()
     sum_d_sq_over_a: Sum = Sum()
+
+    def pack(self) -> dict[str, Scalar]:
+        """Return the numbers of both sums by name."""
+        numbers = {}
+        for name, total in self._asdict().items():
+            numbers[name], numbers[f"{name}_lost"] = total
+        return numbers
+
+    @classmethod
+    def unpack(cls, numbers: Mapping[str, Scalar]) -> Sums:
+        """Return the sums whose numbers have the names that `pack` uses."""
+        return cls(*(Sum(numbers[name], numbers[f"{name}_lost"]) for name in cls._fields))
 
 
 Outcome: TypeAlias = tuple[Sums, Scalar, Scalar]  # sums, a_{t+1}, eta_t

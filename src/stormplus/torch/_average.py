@@ -29,7 +29,7 @@ class AveragedOptimizer(BaseOptimizer):
 
     def _start(self, groups: list[TensorGroup]) -> None:
         """Let tensors that get their first gradient start from where they are."""
-        table, xp = self._per_tensor, np if self._per_tensor.on_host else torch
+        table, xp = self._tensor_table, np if self._tensor_table.on_host else torch
         columns = sorted(column for group in groups for column in group.columns)
         infos, (_, mask) = [self._infos[column] for column in columns], table.select(columns)
         constants = {
@@ -79,7 +79,7 @@ class AveragedOptimizer(BaseOptimizer):
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
         self._compared = self.generation
-        saved = self._per_tensor.snapshot()
+        saved = self._tensor_table.snapshot()
         for group in groups:
             for i, column in enumerate(group.columns):
                 if group.first or group.process_groups:
@@ -99,7 +99,7 @@ class AveragedOptimizer(BaseOptimizer):
     def at_average(self) -> bool:
         """Whether the parameters hold the average: `eval()` was called, and not `train()`."""
         self._refresh()  # a trainer that loads a state may copy its dictionaries
-        return bool(self._scalars["averaged"])
+        return bool(self._shared_state["averaged"])
 
     @outside_inference_mode()
     @torch.no_grad()
@@ -118,7 +118,7 @@ class AveragedOptimizer(BaseOptimizer):
                     state["iterate"] = p.detach().clone()
                     if state["started"]:
                         local(p).copy_(_average(state))
-            self._scalars["averaged"] = 1
+            self._shared_state["averaged"] = 1
         elif self._left_by_eval[0] == self.generation:
             return
         self._left_by_eval = self.generation, {id(p): p._version for p in self.parameters()}
@@ -142,7 +142,7 @@ class AveragedOptimizer(BaseOptimizer):
             iterate: Tensor | None = info.state.pop("iterate", None)
             if iterate is not None and info.state["started"]:
                 info.p.copy_(iterate)
-        self._scalars["averaged"] = 0
+        self._shared_state["averaged"] = 0
 
     @property
     @torch.no_grad()
@@ -170,7 +170,7 @@ class AveragedOptimizer(BaseOptimizer):
         `step` and `distance` are the largest, `step_size` is the mean. Reading waits for the
         device.
         """
-        numbers = self._per_tensor.snapshot()
+        numbers = self._tensor_table.snapshot()
         numbers = [entry for entry in numbers if entry["step"] > 0] or numbers
         found: dict[str, float] = {}
         for name in ("step", "step_size", "distance"):

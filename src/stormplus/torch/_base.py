@@ -53,8 +53,8 @@ class BaseOptimizer(Optimizer, ABC):
     frozen parameters, which usually come first. `generation` counts loads and resets.
     """
 
-    _shared_numbers: ClassVar[Mapping[str, float]]  # what all parameters share, initially
-    _tensor_numbers: ClassVar[Mapping[str, float]] = {}  # what each parameter has, initially
+    _shared_initial: ClassVar[Mapping[str, float]]  # what all parameters share, initially
+    _tensor_initial: ClassVar[Mapping[str, float]] = {}  # what each parameter has, initially
     _buffer_names: ClassVar[tuple[str, ...]]  # what `_buffers` may return
     _attributes: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has besides its state
     _trainer_checked = False
@@ -63,7 +63,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, check_finite: bool) -> None:
         self._check_finite = check_finite
-        self._scalars: State = {}
+        self._shared_state: State = {}
         self._infos: list[ParamInfo] = []  # empty during construction
         self._pass_hooks: OrderedDict[int, Callable[[Any, str], Any]] = OrderedDict()
         self.generation = 0
@@ -97,12 +97,12 @@ class BaseOptimizer(Optimizer, ABC):
     @property
     def grad_evaluations(self) -> int:
         """How many gradients have been used. Reading it waits for the device."""
-        return int(self._scalars["grad_evaluations"])
+        return int(self._shared_state["grad_evaluations"])
 
     @property
     def skipped(self) -> int:
         """How many samples a device has skipped. Reading it waits for the device."""
-        return int(self._scalars["skipped"])
+        return int(self._shared_state["skipped"])
 
     def register_pass_hook(self, hook: Callable[[Any, str], Any]) -> RemovableHandle:
         """Call `hook(opt, event)` around each pass, until `handle.remove()` of what this returns.
@@ -124,12 +124,12 @@ class BaseOptimizer(Optimizer, ABC):
 
         With `agree`, average over replicas too: a NaN on one of them is then a NaN on all.
         """
-        on_host = self._shared.on_host
+        on_host = self._shared_table.on_host
         if on_host and not self._mesh_groups:
             numbers = [np.asarray(numbers) for _, numbers in parts]
             return numbers[0] if len(numbers) == 1 else np.sum(numbers, axis=0)
         groups = self._mesh_groups if agree else self._shard_groups
-        total = sum_over_processes(parts, groups, like=self._shared.tensor)
+        total = sum_over_processes(parts, groups, like=self._shared_table.tensor)
         return total.numpy() if on_host else total
 
     def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
@@ -146,8 +146,8 @@ class BaseOptimizer(Optimizer, ABC):
         found = parts[0][1]
         if self._mesh_groups or len(parts) > 1:
             found = self._total(parts, agree=True) > 0
-        if not self._shared.on_host:
-            flag: Tensor = found.to(self._shared.tensor.device, non_blocking=True)
+        if not self._shared_table.on_host:
+            flag: Tensor = found.to(self._shared_table.tensor.device, non_blocking=True)
             return flag
         if found:
             self._fail_nonfinite(NOTHING_MOVED)
@@ -159,7 +159,7 @@ class BaseOptimizer(Optimizer, ABC):
         if found_inf is not None:
             # An overflow found by GradScaler is not an error: do not count it.
             skip = skip & (found_inf.to(skip.device, non_blocking=True).reshape(()) == 0)
-        count = self._shared.rows["skipped"][0].add_(skip)
+        count = self._shared_table.rows["skipped"][0].add_(skip)
         # A device without events, as XLA, would be waited for.
         module = getattr(torch, count.device.type, None)
         if torch.compiler.is_compiling() or not hasattr(module, "Event"):
@@ -199,10 +199,10 @@ class BaseOptimizer(Optimizer, ABC):
         params = self.parameters()
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in set(params)]:
             del self.state[p]
-        if not self._scalars:
+        if not self._shared_state:
             identity = _checkpoint.encode(self._identity())
-            self._scalars = {"format": _checkpoint.FORMAT, "identity": identity}
-            self._scalars |= self._initial_scalars()
+            self._shared_state = {"format": _checkpoint.FORMAT, "identity": identity}
+            self._shared_state |= self._initial_scalars()
         self._known_groups = _listed(self.param_groups)
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
@@ -219,8 +219,8 @@ class BaseOptimizer(Optimizer, ABC):
         self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_scalars()
         device, states = self._keeper.device, [info.state for info in self._infos]
-        self._shared = ScalarTable(self._shared_numbers, [self._scalars], device)
-        self._per_tensor = ScalarTable(self._tensor_numbers, states, device)
+        self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
+        self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
     def _place_scalars(self) -> None:
         """Keep `scalars` in the state of the last trainable parameter."""
@@ -228,7 +228,7 @@ class BaseOptimizer(Optimizer, ABC):
         self._keeper = next((p for p in reversed(params) if p.requires_grad), params[-1])
         for info in self._infos:
             info.state.pop("scalars", None)
-        self.state[self._keeper]["scalars"] = self._scalars
+        self.state[self._keeper]["scalars"] = self._shared_state
 
     def _find_idle(self) -> None:
         """List the frozen parameters without buffers: a step only looks whether they still are."""
@@ -241,20 +241,20 @@ class BaseOptimizer(Optimizer, ABC):
         compiling = torch.compiler.is_compiling()
         self._traced = compiling or torch._C._len_torch_dispatch_stack() > 0
         # A compiled step would be compiled again for every gradient of a key of `state`.
-        found = self._scalars if compiling else self.state.get(self._keeper, {}).get("scalars")
+        found = self._shared_state if compiling else self.state.get(self._keeper, {}).get("scalars")
         if found is None:
             raise RuntimeError(
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
                 "with opt.load_state_dict()"
             )
         if (
-            found is not self._scalars  # Lightning copies dictionaries
+            found is not self._shared_state  # Lightning copies dictionaries
             or not _are_same(_listed(self.param_groups), self._known_groups)
-            or self._shared.tensor.device != self._keeper.device
+            or self._shared_table.tensor.device != self._keeper.device
         ):
-            self._scalars = found
+            self._shared_state = found
             self._adopt_parameters()
-        for table in (self._shared, self._per_tensor):
+        for table in (self._shared_table, self._tensor_table):
             on_host = table.has_values and not compiling
             moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
             if moved or on_host != table.on_host:
@@ -288,7 +288,7 @@ class BaseOptimizer(Optimizer, ABC):
             for name in self._buffer_names:
                 info.state.pop(name, None)
             info.state["started"], info.key = 0, None
-            self._per_tensor.reset_column(info.column)
+            self._tensor_table.reset_column(info.column)
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
         """Sort the parameters that take part in a pass into groups, without their buffers.
@@ -348,13 +348,13 @@ class BaseOptimizer(Optimizer, ABC):
         if not p.numel():
             return
         x, g = local(p), local_gradient(p, g)
-        if x.device.type == "cpu" and not self._shared.on_host and not self._traced:
+        if x.device.type == "cpu" and not self._shared_table.on_host and not self._traced:
             info.kernels = plain  # the flag to skip is on another device
         else:
             alike = [t for t in self._local_buffers(info).values() if t.shape == x.shape]
             info.kernels = choose_kernels([x, g, *alike], info.options.get("foreach"))
         options = id(info.options)
-        if self._tensor_numbers:  # then the options are per tensor too, and groups share a pass
+        if self._tensor_initial:  # then the options are per tensor too, and groups share a pass
             options, info.sample = 0, info.sample or SampledCoordinates(p)
         together = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
         info.group_key = self._group_keys.setdefault(together, len(self._group_keys))
@@ -372,7 +372,7 @@ class BaseOptimizer(Optimizer, ABC):
             check_group(group)
             self._check_options(group, added=False)
         self.state.clear()
-        self._scalars = {}
+        self._shared_state = {}
         self.generation += 1
         self._adopt_parameters()
 
@@ -381,7 +381,7 @@ class BaseOptimizer(Optimizer, ABC):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit by bit."""
         self._follow_parameters()
-        (shared,), per_tensor = self._shared.snapshot(), self._per_tensor.snapshot()
+        (shared,), per_tensor = self._shared_table.snapshot(), self._tensor_table.snapshot()
 
         def copy_entries(_: Optimizer, packed: State) -> None:
             for i, numbers in enumerate(per_tensor):
@@ -412,8 +412,8 @@ class BaseOptimizer(Optimizer, ABC):
             # torch has cast every tensor to its parameter's dtype; use the saved ones instead.
             for entry, p in zip(_checkpoint.entries(saved), self.parameters()):
                 self.state[p] = _checkpoint.copied(entry)
-            self._scalars = _checkpoint.copied(_checkpoint.scalars_of(saved))
-            self._skips_reported, self._skips_on_host = float(self._scalars["skipped"]), None
+            self._shared_state = _checkpoint.copied(_checkpoint.scalars_of(saved))
+            self._skips_reported, self._skips_on_host = float(self._shared_state["skipped"]), None
             self.generation += 1
             self._adopt_parameters()
 
@@ -430,17 +430,17 @@ class BaseOptimizer(Optimizer, ABC):
     def __getstate__(self) -> dict[str, Any]:
         names = ("_check_finite", "generation", "_skips_reported", *self._attributes)
         # Views of one table would be pickled with the whole table each.
-        (shared,), per_tensor = self._shared.snapshot(), self._per_tensor.snapshot()
+        (shared,), per_tensor = self._shared_table.snapshot(), self._tensor_table.snapshot()
         state = defaultdict(dict, self.state)
         for info, numbers in zip(self._infos, per_tensor):
             state[info.p] = {k: v for k, v in info.state.items() if k != "scalars"} | numbers
         own = {name: vars(self)[name] for name in names if name in vars(self)}
-        scalars = self._scalars | shared
-        return super().__getstate__() | own | {"state": state, "_scalars": scalars}
+        scalars = self._shared_state | shared
+        return super().__getstate__() | own | {"state": state, "_shared_state": scalars}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_scalars" in state:  # a copy; torch's loader calls this too
+        if "_shared_state" in state:  # a copy; torch's loader calls this too
             self._pass_hooks = OrderedDict()
             self._adopt_parameters()
 

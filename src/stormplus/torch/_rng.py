@@ -101,7 +101,7 @@ class RandomReplay:
     """What a paired optimizer knows about the random streams of its evaluations."""
 
     _replay_rng: Generators | None
-    _scalars: dict[str, Any]
+    _shared_state: dict[str, Any]
     param_groups: list[dict[str, Any]]
 
     @property
@@ -121,18 +121,18 @@ class RandomReplay:
     @property
     def pending_streams(self) -> Tensor | None:
         """Where the random streams of the pending sample began, packed; None if unknown."""
-        packed: Tensor = self._scalars["rng"]
+        packed: Tensor = self._shared_state["rng"]
         return packed if bool(packed.any()) else None
 
     @pending_streams.setter
     def pending_streams(self, packed: Tensor | None) -> None:
-        rng = self._scalars["rng"]
+        rng = self._shared_state["rng"]
         if packed is None:
             rng.zero_()
         elif packed.shape == rng.shape:
             rng.copy_(packed)
         else:
-            self._scalars["rng"] = packed  # of other devices
+            self._shared_state["rng"] = packed  # of other devices
 
 
 class FreshGradients:

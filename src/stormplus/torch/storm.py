@@ -21,7 +21,7 @@ from torch import Tensor, _disable_dynamo  # type: ignore[attr-defined]
 from torch.optim import optimizer as _hooks
 
 from stormplus import rules
-from stormplus.rules import Rule, Sum, Sums, describe
+from stormplus.rules import Rule, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
 from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
 from stormplus.torch._tensors import (
@@ -83,23 +83,18 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     """
 
     rule: Rule
-    _shared_numbers: ClassVar[dict[str, float]] = {"gain": 1.0} | dict.fromkeys(
-        [
-            "step",
-            "step_size",
-            "grad_norm_sq",
-            "estimator_norm_sq",
-            "grad_evaluations",
-            "sum_g_sq",
-            "sum_g_sq_lost",
-            "sum_d_sq_over_a",
-            "sum_d_sq_over_a_lost",
-            "unit",  # 0 until it is known
-            "skip",  # on a device: whether to skip the pending sample
-            "skipped",  # on a device: how many were skipped
-        ],
-        0.0,
-    )
+    _shared_initial: ClassVar[dict[str, float]] = {
+        "step": 0.0,
+        "gain": 1.0,
+        "step_size": 0.0,
+        **Sums().pack(),
+        "grad_norm_sq": 0.0,
+        "estimator_norm_sq": 0.0,
+        "grad_evaluations": 0.0,
+        "unit": 0.0,  # until it is known
+        "skip": 0.0,  # on a device: whether to skip the pending sample
+        "skipped": 0.0,  # on a device: how many were skipped
+    }
     _buffer_names = ("estimator",)
     _attributes = ("rule", "_unit", "_replay_rng")
 
@@ -174,11 +169,11 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         groups = [group for group in self._tensor_groups() if not group.first]
         skip = self._find_nonfinite(groups)
         if skip is not None:
-            self._scalars["skip"].copy_(skip)  # `estimate` skips the same sample
-        self._scalars["phase"] = START  # an interrupted pass leaves no estimator
-        now = self._numbers()
-        eta = now["step_size"]
-        eta_over_unit = eta / self._nonzero_unit(now["unit"])  # beyond the paper: the unit
+            self._shared_table.rows["skip"].copy_(skip)  # `estimate` skips the same sample
+        self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
+        scalars = self._shared_table.read()
+        eta = scalars["step_size"]
+        eta_over_unit = eta / self._nonzero_unit(scalars["unit"])  # beyond the paper: the unit
         for group in groups:  # Alg. 1, line 4, and the bracket of line 6
             # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
             lr = _learning_rate(group.options, eta)
@@ -188,7 +183,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             group.kernels.move(group, _on(alpha, group.device), _on(skip, group.device))
         # The second evaluation must not use weights that autocast has cast before the move.
         torch.clear_autocast_cache()
-        self._scalars["phase"] = PENDING
+        self._shared_state["phase"] = PENDING
         self.pending_streams = None  # unless `same_sample` knows better
         if self._pass_hooks:
             self._notify("after_move")
@@ -198,16 +193,17 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         """Complete d with the gradient here, and compute a and eta for the next move."""
         if self._pass_hooks:
             self._notify("before_estimate")
-        phase, groups = self._scalars["phase"], self._tensor_groups()
-        self._scalars["phase"] = START  # an interrupted pass leaves no estimator
-        now, on_host, skip = self._numbers(), self._shared.on_host, None
+        phase, groups = self._shared_state["phase"], self._tensor_groups()
+        self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
+        scalars, on_host, skip = self._shared_table.read(), self._shared_table.on_host, None
+        one_minus_a = 1 - scalars["gain"]
         if self._check_finite and not on_host:
-            skip = (now["skip"] > 0) & (phase == PENDING)
+            skip = (scalars["skip"] > 0) & (phase == PENDING)
         norms = []
         for group in groups:  # Alg. 1, line 6, or line 1
             squares = group.kernels.estimate(
                 group,
-                _on(1 - now["gain"], group.device),
+                _on(one_minus_a, group.device),
                 first=phase == START or group.first,
                 finite_only=self._check_finite,
                 skip=_on(skip, group.device),
@@ -216,22 +212,22 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         totals = self._total(norms, agree=self._check_finite)
         g_sq, d_sq = totals.tolist() if on_host else totals
         try:
-            new = self._next_numbers(now, g_sq, d_sq)
+            new = self._next_scalars(scalars, g_sq, d_sq)
         except (OverflowError, ZeroDivisionError):  # Python's floats raise, tensors become inf
             new = {"step": math.inf}
-        new["grad_evaluations"] = now["grad_evaluations"] + (1 if phase == START else 2)
+        new["grad_evaluations"] = scalars["grad_evaluations"] + (1 if phase == START else 2)
         if not on_host:
-            self._write_on_device(now, new, skip)
+            self._write_on_device(new, skip)
         elif all(map(math.isfinite, new.values())):
-            self._shared.tensor.numpy()[:, 0] = list((now | new).values())
+            self._shared_table.write(new)
         elif self._check_finite:
             for group in groups:
                 if phase == PENDING and not group.first:
-                    plain.undo_estimate(group, 1 - now["gain"])
-            self._scalars["phase"] = phase
+                    plain.undo_estimate(group, one_minus_a)
+            self._shared_state["phase"] = phase
             self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
         self._mark_started(groups)
-        self._scalars["phase"] = READY
+        self._shared_state["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
         if self._pass_hooks:
             self._notify("after_estimate")
@@ -253,67 +249,54 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             )
         return groups
 
-    def _numbers(self) -> State:
-        """Return the numbers of the run by name: floats on the CPU, tensors elsewhere."""
-        (column,) = self._shared.tensor.unbind(1)
-        numbers = column.tolist() if self._shared.on_host else column.unbind()
-        return dict(zip(self._shared.names, numbers))
-
-    def _next_numbers(self, now: State, g_sq: Any, d_sq: Any) -> dict[str, Any]:
-        """Return the numbers after this sample: a and eta (Alg. 1, line 3), sums and norms."""
+    def _next_scalars(self, scalars: State, g_sq: Any, d_sq: Any) -> State:
+        """Return the scalars after this sample: a and eta (Alg. 1, line 3), sums and norms."""
         # Beyond the paper: the rule sees the loss divided by `unit`.
         unit_here = g_sq**0.5 if self._unit == "first" else self._unit
-        unit = now["unit"] + (now["unit"] == 0) * unit_here
+        unit = scalars["unit"] + (scalars["unit"] == 0) * unit_here
         scale = self._nonzero_unit(unit) ** 2
-        t = now["step"] + 1
-        sums = Sums(
-            Sum(now["sum_g_sq"], now["sum_g_sq_lost"]),
-            Sum(now["sum_d_sq_over_a"], now["sum_d_sq_over_a_lost"]),
-        )
-        sums, a, eta = self.rule(sums, g_sq / scale, d_sq / scale, t)
+        t = scalars["step"] + 1
+        sums, a, eta = self.rule(Sums.unpack(scalars), g_sq / scale, d_sq / scale, t)
         return {
             "step": t,
             "gain": a,
             "step_size": eta,
-            "unit": unit,
+            **sums.pack(),
             "grad_norm_sq": g_sq,
             "estimator_norm_sq": d_sq,
-            "sum_g_sq": sums.sum_g_sq.value,
-            "sum_g_sq_lost": sums.sum_g_sq.lost,
-            "sum_d_sq_over_a": sums.sum_d_sq_over_a.value,
-            "sum_d_sq_over_a_lost": sums.sum_d_sq_over_a.lost,
+            "unit": unit,
         }
 
     def _nonzero_unit(self, unit: Number) -> Number:
         """Return the unit in use: 1 until the first gradient that is not zero."""
         return unit + (unit == 0) if self._unit == "first" else self._unit
 
-    def _write_on_device(self, now: State, new: State, skip: Tensor | None) -> None:
-        """Write the new numbers without reading them, unless the sample is skipped."""
-        old, restart = self._shared.tensor[:, 0], now
-        if skip is not None:
-            # Only the second gradient is not finite: a gain of 1 and a step size of 0 restart the
-            # estimator. The next sample does not move the parameters, and sets d to its gradient.
-            one = torch.ones_like(new["gain"])
-            restart = now | {"gain": one, "step_size": 0 * one}
-        written = torch.stack([number.to(old.dtype) for number in (now | new).values()])
-        finite = (written - written == 0).all()
-        written = torch.where(finite, written, torch.stack(list(restart.values())))
-        old.copy_(written if skip is None else torch.where(skip, old, written))
-        if skip is not None:
-            self._count_skip(skip | ~finite)
+    def _write_on_device(self, new: State, skip: Tensor | None) -> None:
+        """Write the new scalars without reading them, unless the sample is skipped."""
+        table = self._shared_table
+        numbers = torch.stack([number.to(table.tensor.dtype) for number in new.values()])
+        finite = (numbers - numbers == 0).all()
+        if skip is None:
+            table.write(new, finite)
+            return
+        table.write(new, finite & ~skip)
+        # Only the second gradient is not finite: a gain of 1 and a step size of 0 restart the
+        # estimator. The next sample does not move the parameters, and sets d to its gradient.
+        one = torch.ones_like(new["gain"])
+        table.write({"gain": one, "step_size": 0 * one}, ~(finite | skip))
+        self._count_skip(skip | ~finite)
 
     # -- the two halves, for loops that own their backward passes --------------------------------
 
     @property
     def started(self) -> bool:
         """Whether there is an estimator: if not, the next sample takes one evaluation."""
-        return bool(self._scalars["phase"] != START)
+        return bool(self._shared_state["phase"] != START)
 
     @property
     def pending(self) -> bool:
         """Whether the parameters have moved and the second evaluation is still to come."""
-        return bool(self._scalars["phase"] == PENDING)
+        return bool(self._shared_state["phase"] == PENDING)
 
     def move(self) -> None:
         """First half of a step, from the sample's first gradient; `estimate()` is the second."""
@@ -326,7 +309,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     def estimate(self) -> None:
         """Second half of a step, and the whole of the first one: `d` from the gradient here."""
-        if self._scalars["phase"] == READY:
+        if self._shared_state["phase"] == READY:
             raise RuntimeError("estimate() comes after move(), on the same sample")
         if not self.started:
             self._run_hooks(_hooks._global_optimizer_pre_hooks, self._optimizer_step_pre_hooks)
@@ -336,7 +319,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     def restart(self) -> None:
         """Drop the estimator: the next sample takes one evaluation, d <- g. The sums are kept."""
         # Beyond the paper: for when x was changed from outside, or a sample was interrupted.
-        self._scalars["phase"] = START
+        self._shared_state["phase"] = START
         self._notify("restarted")
 
     def _run_hooks(self, *tables: dict[int, Callable[..., Any]]) -> None:
@@ -348,15 +331,16 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     def diagnostics(self) -> dict[str, float]:
         """Return where the run stands, in plain floats. Reading them waits for the device."""
-        (numbers,) = self._shared.snapshot()
-        found = {name: float(value) for name, value in numbers.items()}
-        return {name: found[name] for name in ("step", "gain", "step_size")} | {
-            "grad_norm": found["grad_norm_sq"] ** 0.5,
-            "estimator_norm": found["estimator_norm_sq"] ** 0.5,
-            "sum_g_sq": found["sum_g_sq"] + found["sum_g_sq_lost"],
-            "sum_d_sq_over_a": found["sum_d_sq_over_a"] + found["sum_d_sq_over_a_lost"],
-            "unit": found["unit"] or (1.0 if self._unit == "first" else float(self._unit)),
-            "grad_evaluations": found["grad_evaluations"] + self.pending,
+        (numbers,) = self._shared_table.snapshot()
+        scalars = {name: float(value) for name, value in numbers.items()}
+        sums = Sums.unpack(scalars)
+        return {name: scalars[name] for name in ("step", "gain", "step_size")} | {
+            "grad_norm": scalars["grad_norm_sq"] ** 0.5,
+            "estimator_norm": scalars["estimator_norm_sq"] ** 0.5,
+            "sum_g_sq": sums.sum_g_sq.total,
+            "sum_d_sq_over_a": sums.sum_d_sq_over_a.total,
+            "unit": scalars["unit"] or (1.0 if self._unit == "first" else float(self._unit)),
+            "grad_evaluations": scalars["grad_evaluations"] + self.pending,
         }
 
     @property

@@ -72,8 +72,8 @@ class Untuned(AveragedOptimizer):
         check_finite: Detect gradients that are not finite, before anything has moved.
     """
 
-    _shared_numbers: ClassVar[dict[str, float]] = {"grad_evaluations": 0.0, "skipped": 0.0}
-    _tensor_numbers: ClassVar[dict[str, float]] = {
+    _shared_initial: ClassVar[dict[str, float]] = {"grad_evaluations": 0.0, "skipped": 0.0}
+    _tensor_initial: ClassVar[dict[str, float]] = {
         # The fields of `UntunedScalars`.
         "step": 0.0,
         "step_size": 0.0,
@@ -121,10 +121,10 @@ class Untuned(AveragedOptimizer):
             self._trainer_checked = True
             check_trainer(self)
         loss = None
-        if closure is not None and not self._scalars["averaged"]:
+        if closure is not None and not self._shared_state["averaged"]:
             with torch.enable_grad():
                 loss = closure()
-        if self._scalars["averaged"]:  # before the closure, or because of it
+        if self._shared_state["averaged"]:  # before the closure, or because of it
             raise RuntimeError(
                 "step() called in eval mode; call opt.train() before the forward pass"
             )
@@ -151,7 +151,11 @@ class Untuned(AveragedOptimizer):
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
         skip, grad_scale = self._skip_flag(groups)
-        table, rows, on_host = self._per_tensor, self._per_tensor.rows, self._per_tensor.on_host
+        table, rows, on_host = (
+            self._tensor_table,
+            self._tensor_table.rows,
+            self._tensor_table.on_host,
+        )
         if skip is not None and on_host:
             return  # GradScaler has found an overflow
         first = [group for group in groups if group.first]
@@ -183,7 +187,7 @@ class Untuned(AveragedOptimizer):
         taken = None if skip is None else ~skip
         mask = present if taken is None else taken if present is None else present & taken
         table.write(new.to_rows() | {"displacement": displacement}, mask)
-        self._shared.rows["grad_evaluations"] += 1.0 if taken is None else taken
+        self._shared_table.rows["grad_evaluations"] += 1.0 if taken is None else taken
         if skip is not None:
             self._count_skip(skip)
         self._opt_called = True  # lr_scheduler warns without it
@@ -192,10 +196,10 @@ class Untuned(AveragedOptimizer):
         self, scalars: rule.UntunedScalars, eta: Numbers, options: _Options, grad_scale: Any
     ) -> UntunedCoefficients:
         """Return what the passes need to know about each tensor."""
-        alpha, t, rows = options.lr * eta, scalars.step + 1.0, self._per_tensor.rows
+        alpha, t, rows = options.lr * eta, scalars.step + 1.0, self._tensor_table.rows
         decay = options.weight_decay
         if options.decays:
-            xp = np if self._per_tensor.on_host else torch
+            xp = np if self._tensor_table.on_host else torch
             decay = rule.decay_factor(decay, alpha, rows["natural_scale"], scalars.ceiling, xp)
         return UntunedCoefficients(
             step_size=alpha,
@@ -211,7 +215,7 @@ class Untuned(AveragedOptimizer):
         self, groups: list[TensorGroup], coefficients: UntunedCoefficients, skip: Tensor | None
     ) -> Numbers:
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
-        table, parts = self._per_tensor, []
+        table, parts = self._tensor_table, []
         for group in groups:
             by, flag = coefficients, skip
             index, mask = table.select(group.columns)
@@ -234,7 +238,7 @@ class Untuned(AveragedOptimizer):
         A GradScaler has looked for overflows itself, and expects no error.
         """
         scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        like, on_host = self._shared.tensor, self._shared.on_host
+        like, on_host = self._shared_table.tensor, self._shared_table.on_host
         if scale is not None:
             scale = float(scale) if on_host else scale.to(like, non_blocking=True).reshape(())
         if found_inf is None:
@@ -245,7 +249,7 @@ class Untuned(AveragedOptimizer):
 
     def _check_parameters(self, numbers: Numbers, present: Any, skip: Any) -> Tensor | None:
         """Raise, or on a device add to the flag, if a displacement plus step size is not finite."""
-        if not self._per_tensor.on_host:
+        if not self._tensor_table.on_host:
             if skip is None:
                 return None
             lost = ~numbers.isfinite()
@@ -264,7 +268,7 @@ class Untuned(AveragedOptimizer):
 
     def _options(self) -> _Options:
         """Return the options of the groups; new arrays only if they have changed."""
-        table, infos = self._per_tensor, self._infos
+        table, infos = self._tensor_table, self._infos
         given = [_group_options(group) for group in self.param_groups]
         key = given, table.on_host, self._active
         if key != self._options_key:
