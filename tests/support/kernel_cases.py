@@ -165,7 +165,7 @@ def untuned(backend, lists, skip=None):
     i = np.arange(len(group.params), dtype=np.float64)
     t = 1 + 3 * i
     coefficients = UntunedCoefficients(
-        step_size=0.01 + 0.01 * i,
+        alpha=0.01 + 0.01 * i,
         max_move=0.03 + 0 * i,
         decay=np.where(i % 3 == 1, 0.1, 0.0),
         grad_weight=3 / (t + 2),

@@ -178,7 +178,7 @@ class Untuned(AveragedOptimizer):
             new = rule.after_step(
                 scalars,
                 step_size=eta,
-                alpha=coefficients.step_size,
+                alpha=coefficients.alpha,
                 mean_square=u_sq / rows["size"],
                 displacement=displacement,
                 eligible=options.eligible,
@@ -202,7 +202,7 @@ class Untuned(AveragedOptimizer):
             xp = np if self._tensor_table.on_host else torch
             decay = rule.decay_factor(decay, alpha, rows["natural_scale"], scalars.ceiling, xp)
         return UntunedCoefficients(
-            step_size=alpha,
+            alpha=alpha,
             max_move=options.lr * scalars.distance,
             decay=decay,
             grad_weight=rule.grad_weight(t),
@@ -217,12 +217,12 @@ class Untuned(AveragedOptimizer):
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._tensor_table, []
         for group in groups:
-            by, flag = coefficients, skip
+            of_group, flag = coefficients, skip
             index, mask = table.select(group.columns)
             if mask is not None or group.device != table.tensor.device:
-                by = coefficients.of(index, group.device)
+                of_group = coefficients.of(index, group.device)
                 flag = skip if skip is None else skip.to(group.device, non_blocking=True)
-            sums = group.kernels.untuned_step(group, by, flag)
+            sums = group.kernels.untuned_step(group, of_group, flag)
             if group.process_groups:
                 for i, sample in enumerate(group.samples):
                     if not sample.stride:  # the kernels measure ranges of rows only

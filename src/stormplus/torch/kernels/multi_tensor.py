@@ -72,8 +72,8 @@ def untuned_step(
         x, old_e, old_s, *master = old
         y = plain.full_precision(x, *master)
         of_rows = table[:, done : done + len(part.params)][:, rows.owner].unsqueeze(-1)
-        by = UntunedCoefficients(*of_rows.to(y.dtype).unbind())
-        y, e, s, u = plain.untuned_update(y, g, old_e, old_s, by)
+        of_y = UntunedCoefficients(*of_rows.to(y.dtype).unbind())
+        y, e, s, u = plain.untuned_update(y, g, old_e, old_s, of_y)
         if e.dtype != old_e.dtype:
             place = rows.places.unsqueeze(-1) + torch.arange(_WIDTH, device=group.device)
             step = UntunedCoefficients(*of_rows).step
@@ -81,7 +81,7 @@ def untuned_step(
         new_x = y.to(x.dtype)
         rows.scatter(lists, old, (new_x, e, s, y), skip)
         if master:
-            y = y + 0 * new_x  # not finite if x overflows
+            y = y + 0 * new_x  # make y non-finite where the half-precision x overflowed
         u_sq = torch.zeros(len(part.params), dtype=wide, device=group.device)
         u_sq.index_add_(0, rows.owner, u.square().sum(1, dtype=wide))
         sums.append((u_sq, rows.squared_displacements(part, y, e)))

@@ -38,7 +38,7 @@ typedef struct {
 
 /* Of one tensor; the fields of `UntunedCoefficients` in plain.py. */
 typedef struct {
-    double step_size, max_move, decay, grad_weight, average_weight, grad_factor, step;
+    double alpha, max_move, decay, grad_weight, average_weight, grad_factor, step;
 } Coefficients;
 
 /* The fields of `_Arguments` in native.py; what a pass does not use is zero. */
@@ -147,30 +147,30 @@ LARGEST(uint16_t)
 LARGEST(uint32_t)
 LARGEST(uint64_t)
 
-CLONES static void any_nonfinite(const Arguments *by, Chunk *chunk) {
+CLONES static void any_nonfinite(const Arguments *args, Chunk *chunk) {
     const int64_t start = chunk->start, n = chunk->stop - start;
-    const void *g = by->tensors[chunk->tensor].grad;
-    if (by->dtype == F64)
+    const void *g = args->tensors[chunk->tensor].grad;
+    if (args->dtype == F64)
         chunk->sums[0] = largest_uint64_t((const uint64_t *)g + start, n) >= 0x7FF0000000000000u;
-    else if (by->dtype == F32)
+    else if (args->dtype == F32)
         chunk->sums[0] = largest_uint32_t((const uint32_t *)g + start, n) >= 0x7F800000u;
     else
-        chunk->sums[0] =
-            largest_uint16_t((const uint16_t *)g + start, n) >= (by->dtype == BF16 ? 0x7F80 : 0x7C00);
+        chunk->sums[0] = largest_uint16_t((const uint16_t *)g + start, n) >=
+                         (args->dtype == BF16 ? 0x7F80 : 0x7C00);
 }
 
 /* -- the passes: each returns 0, or -1 if there is no memory ------------------------------------- */
 
 /* Calls a loop with the dtype of the parameters and whether there is weight decay as constants. */
-#define SPECIALISE(LOOP, DECAYS)                                      \
-    if (WIDE_DTYPE == F64)                                            \
-        DECAYS ? LOOP(by, chunk, 1, F64) : LOOP(by, chunk, 0, F64);   \
-    else if (by->dtype == BF16)                                       \
-        DECAYS ? LOOP(by, chunk, 1, BF16) : LOOP(by, chunk, 0, BF16); \
-    else if (by->dtype == F16)                                        \
-        DECAYS ? LOOP(by, chunk, 1, F16) : LOOP(by, chunk, 0, F16);   \
-    else                                                              \
-        DECAYS ? LOOP(by, chunk, 1, F32) : LOOP(by, chunk, 0, F32)
+#define SPECIALISE(LOOP, DECAYS)                                          \
+    if (WIDE_DTYPE == F64)                                                \
+        DECAYS ? LOOP(args, chunk, 1, F64) : LOOP(args, chunk, 0, F64);   \
+    else if (args->dtype == BF16)                                         \
+        DECAYS ? LOOP(args, chunk, 1, BF16) : LOOP(args, chunk, 0, BF16); \
+    else if (args->dtype == F16)                                          \
+        DECAYS ? LOOP(args, chunk, 1, F16) : LOOP(args, chunk, 0, F16);   \
+    else                                                                  \
+        DECAYS ? LOOP(args, chunk, 1, F32) : LOOP(args, chunk, 0, F32)
 
 #define WIDE_DTYPE (sizeof(WIDE) == 8 ? F64 : F32)
 #define JOIN(function, type) function##_##type
@@ -185,49 +185,49 @@ CLONES static void any_nonfinite(const Arguments *by, Chunk *chunk) {
 
 /* Runs a pass on all chunks. If it goes backwards, it begins with what the pass before it has left
    in the cache. */
-static int for_chunks(void pass(const Arguments *, Chunk *), const Arguments *by, int backwards) {
+static int for_chunks(void pass(const Arguments *, Chunk *), const Arguments *args, int backwards) {
     int64_t all = 0, elements = 0;
-    for (int64_t i = 0; i < by->count; i++) {
-        all += (by->tensors[i].size + CHUNK - 1) / CHUNK;
-        elements += by->tensors[i].size;
+    for (int64_t i = 0; i < args->count; i++) {
+        all += (args->tensors[i].size + CHUNK - 1) / CHUNK;
+        elements += args->tensors[i].size;
     }
     Chunk *chunks = malloc((size_t)(all + 1) * sizeof *chunks), *next = chunks;
     if (chunks == NULL) return -1;
-    for (int64_t i = 0; i < by->count; i++)
-        for (int64_t start = 0; start < by->tensors[i].size; start += CHUNK)
-            *next++ = (Chunk){i, start, MIN(start + CHUNK, by->tensors[i].size), {0, 0}};
+    for (int64_t i = 0; i < args->count; i++)
+        for (int64_t start = 0; start < args->tensors[i].size; start += CHUNK)
+            *next++ = (Chunk){i, start, MIN(start + CHUNK, args->tensors[i].size), {0, 0}};
     /* Waking a thread costs as much as some 2^16 elements, and far more if its core is busy. */
     int64_t useful = elements >> 16;
-    int threads = (int)MAX(1, MIN(useful, by->threads));
+    int threads = (int)MAX(1, MIN(useful, args->threads));
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
-    for (int64_t k = 0; k < all; k++) pass(by, chunks + (backwards ? all - 1 - k : k));
+    for (int64_t k = 0; k < all; k++) pass(args, chunks + (backwards ? all - 1 - k : k));
     for (int64_t k = 0; k < all; k++) {
-        by->sums[2 * chunks[k].tensor] += chunks[k].sums[0];
-        by->sums[2 * chunks[k].tensor + 1] += chunks[k].sums[1];
+        args->sums[2 * chunks[k].tensor] += chunks[k].sums[0];
+        args->sums[2 * chunks[k].tensor + 1] += chunks[k].sums[1];
     }
     free(chunks);
     return 0;
 }
 
-int stormplus_any_nonfinite(const Arguments *by) { return for_chunks(any_nonfinite, by, 0); }
+int stormplus_any_nonfinite(const Arguments *args) { return for_chunks(any_nonfinite, args, 0); }
 
-int stormplus_move(const Arguments *by) {
-    return for_chunks(by->dtype == F64 ? move_double : move_float, by, 1);
+int stormplus_move(const Arguments *args) {
+    return for_chunks(args->dtype == F64 ? move_double : move_float, args, 1);
 }
 
-int stormplus_estimate(const Arguments *by) {
-    return for_chunks(by->dtype == F64 ? estimate_double : estimate_float, by, 0);
+int stormplus_estimate(const Arguments *args) {
+    return for_chunks(args->dtype == F64 ? estimate_double : estimate_float, args, 0);
 }
 
-int stormplus_untuned_step(const Arguments *by) {
-    return for_chunks(by->dtype == F64 ? untuned_step_double : untuned_step_float, by, 1);
+int stormplus_untuned_step(const Arguments *args) {
+    return for_chunks(args->dtype == F64 ? untuned_step_double : untuned_step_float, args, 1);
 }
 
 #else /* the loops, with arithmetic in WIDE */
 
-INLINE void NAME(move_loop)(const Arguments *by, const Chunk *chunk, int decays, Dtype dtype) {
-    const Tensor t = by->tensors[chunk->tensor];
-    const WIDE alpha = (WIDE)by->alpha, sign = (WIDE)by->sign, l2 = (WIDE)by->l2;
+INLINE void NAME(move_loop)(const Arguments *args, const Chunk *chunk, int decays, Dtype dtype) {
+    const Tensor t = args->tensors[chunk->tensor];
+    const WIDE alpha = (WIDE)args->alpha, sign = (WIDE)args->sign, l2 = (WIDE)args->l2;
     WIDE *estimator = t.estimator;
 #pragma omp simd
     for (int64_t i = chunk->start; i < chunk->stop; i++) {
@@ -239,14 +239,14 @@ INLINE void NAME(move_loop)(const Arguments *by, const Chunk *chunk, int decays,
     }
 }
 
-CLONES static void NAME(move)(const Arguments *by, Chunk *chunk) {
-    SPECIALISE(NAME(move_loop), by->l2 != 0);
+CLONES static void NAME(move)(const Arguments *args, Chunk *chunk) {
+    SPECIALISE(NAME(move_loop), args->l2 != 0);
 }
 
-INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int decays, Dtype dtype) {
-    const Tensor t = by->tensors[chunk->tensor];
-    const WIDE one_minus_a = (WIDE)by->one_minus_a, sign = (WIDE)by->sign, l2 = (WIDE)by->l2;
-    const int first = by->first, finite_only = by->finite_only;
+INLINE void NAME(estimate_loop)(const Arguments *args, Chunk *chunk, int decays, Dtype dtype) {
+    const Tensor t = args->tensors[chunk->tensor];
+    const WIDE one_minus_a = (WIDE)args->one_minus_a, sign = (WIDE)args->sign, l2 = (WIDE)args->l2;
+    const int first = args->first, finite_only = args->finite_only;
     WIDE *estimator = t.estimator;
     double g_sq = 0, d_sq = 0;
 #pragma omp simd reduction(+ : g_sq, d_sq)
@@ -263,8 +263,8 @@ INLINE void NAME(estimate_loop)(const Arguments *by, Chunk *chunk, int decays, D
     chunk->sums[1] = d_sq;
 }
 
-CLONES static void NAME(estimate)(const Arguments *by, Chunk *chunk) {
-    SPECIALISE(NAME(estimate_loop), by->l2 != 0);
+CLONES static void NAME(estimate)(const Arguments *args, Chunk *chunk) {
+    SPECIALISE(NAME(estimate_loop), args->l2 != 0);
 }
 
 /* Updates s, and returns u = g / s with 0/0 = 0. The squares of 1e-20 and 1e20 are no float32, so both
@@ -286,14 +286,15 @@ INLINE WIDE NAME(update_rms)(WIDE g, WIDE *s, WIDE w, WIDE one_minus_w) {
     return near_g / (root == 0 ? 1 : root);
 }
 
-/* Updates a portion of a chunk, and returns the sum of u^2. */
-INLINE WIDE NAME(update)(const Tensor t, const Coefficients c, int64_t start, int64_t stop,
+/* Updates a portion of a chunk with the coefficients k, and returns the sum of u^2. */
+INLINE WIDE NAME(update)(const Tensor t, const Coefficients k, int64_t start, int64_t stop,
                          int decays, Dtype state, Dtype dtype) {
-    const WIDE alpha = (WIDE)c.step_size, limit = (WIDE)c.max_move, decay = (WIDE)c.decay;
-    const WIDE w = (WIDE)c.grad_weight, one_minus_w = (WIDE)(1 - c.grad_weight);
-    const WIDE kept = (WIDE)(1 - c.average_weight), grad_factor = (WIDE)c.grad_factor;
-    const WIDE ahead = (WIDE)(c.average_weight + (1 - B) * (1 - c.average_weight));
-    const uint32_t twice_step = (uint32_t)(2 * (uint64_t)c.step);
+    const double c = k.average_weight;
+    const WIDE alpha = (WIDE)k.alpha, max_move = (WIDE)k.max_move, decay = (WIDE)k.decay;
+    const WIDE w = (WIDE)k.grad_weight, one_minus_w = (WIDE)(1 - k.grad_weight);
+    const WIDE one_minus_c = (WIDE)(1 - c), m_weight = (WIDE)(c + (1 - B) * (1 - c));
+    const WIDE grad_factor = (WIDE)k.grad_factor;
+    const uint32_t twice_step = (uint32_t)(2 * (uint64_t)k.step);
     const uint32_t key_e = mix_bits(twice_step), key_s = mix_bits(twice_step + 1);
     const int has_master = dtype == BF16 || dtype == F16;
     WIDE *master = t.master, u_sq = 0;
@@ -304,13 +305,13 @@ INLINE WIDE NAME(update)(const Tensor t, const Coefficients c, int64_t start, in
         WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
         if (has_master) y = from_half(to_half(master[i], dtype), dtype) == y ? master[i] : y;
         WIDE move = alpha * u;
-        move = move > limit ? limit : move < -limit ? -limit : move;
+        move = move > max_move ? max_move : move < -max_move ? -max_move : move;
         if (decays) move += decay * (y + (WIDE)B * e);
         WIDE m = e - move; /* the algebra is in plain.py */
-        y += ahead * m - (WIDE)(1 - B) * e;
+        y += m_weight * m - (WIDE)(1 - B) * e;
         store(t.param, i, y, dtype);
         if (has_master) master[i] = y;
-        store_state(t.z_minus_x, i, kept * m, state, t.offset + i, key_e);
+        store_state(t.z_minus_x, i, one_minus_c * m, state, t.offset + i, key_e);
         store_state(t.grad_rms, i, s, state, t.offset + i, key_s);
         u_sq += u * u;
     }
@@ -336,13 +337,13 @@ INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, int64_t stride, 
     return moved_sq;
 }
 
-INLINE void NAME(untuned_chunk)(const Arguments *by, Chunk *chunk, int decays, Dtype state,
+INLINE void NAME(untuned_chunk)(const Arguments *args, Chunk *chunk, int decays, Dtype state,
                                 Dtype dtype) {
-    const Tensor t = by->tensors[chunk->tensor];
-    const Coefficients c = by->coefficients[chunk->tensor];
+    const Tensor t = args->tensors[chunk->tensor];
+    const Coefficients k = args->coefficients[chunk->tensor];
     for (int64_t start = chunk->start; start < chunk->stop; start += PORTION) {
         int64_t stop = MIN(start + PORTION, chunk->stop);
-        chunk->sums[0] += NAME(update)(t, c, start, stop, decays, state, dtype);
+        chunk->sums[0] += NAME(update)(t, k, start, stop, decays, state, dtype);
     }
     if (t.stride == 1) /* as a constant it is faster */
         chunk->sums[1] = NAME(measure)(t, chunk, 1, state, dtype);
@@ -350,15 +351,15 @@ INLINE void NAME(untuned_chunk)(const Arguments *by, Chunk *chunk, int decays, D
         chunk->sums[1] = NAME(measure)(t, chunk, t.stride, state, dtype);
 }
 
-INLINE void NAME(untuned_loop)(const Arguments *by, Chunk *chunk, int decays, Dtype dtype) {
-    if (WIDE_DTYPE == F32 && by->state_dtype == BF16)
-        NAME(untuned_chunk)(by, chunk, decays, BF16, dtype);
+INLINE void NAME(untuned_loop)(const Arguments *args, Chunk *chunk, int decays, Dtype dtype) {
+    if (WIDE_DTYPE == F32 && args->state_dtype == BF16)
+        NAME(untuned_chunk)(args, chunk, decays, BF16, dtype);
     else
-        NAME(untuned_chunk)(by, chunk, decays, WIDE_DTYPE, dtype);
+        NAME(untuned_chunk)(args, chunk, decays, WIDE_DTYPE, dtype);
 }
 
-CLONES static void NAME(untuned_step)(const Arguments *by, Chunk *chunk) {
-    SPECIALISE(NAME(untuned_loop), by->coefficients[chunk->tensor].decay != 0);
+CLONES static void NAME(untuned_step)(const Arguments *args, Chunk *chunk) {
+    SPECIALISE(NAME(untuned_loop), args->coefficients[chunk->tensor].decay != 0);
 }
 
 #undef WIDE

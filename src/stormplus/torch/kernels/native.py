@@ -84,8 +84,7 @@ def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py."""
-    by = {"one_minus_a": one_minus_a, "first": first, "finite_only": finite_only}
-    sums = _run("estimate", group, **by)
+    sums = _run("estimate", group, one_minus_a=one_minus_a, first=first, finite_only=finite_only)
     return sum(sums[::2]), sum(sums[1::2])
 
 

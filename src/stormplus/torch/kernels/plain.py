@@ -94,9 +94,13 @@ def undo_estimate(group: TensorGroup, one_minus_a: float) -> None:
 
 
 class UntunedCoefficients(NamedTuple):
-    """What `untuned_step` needs to know, one entry per tensor; native.c has the same fields."""
+    """What `untuned_step` needs to know, one entry per tensor.
 
-    step_size: Numbers  # alpha, the step in units of s
+    All backends use these names, and w = grad_weight, c = average_weight, one_minus_w, one_minus_c,
+    and m_weight = c + (1 - b)(1 - c), the weight of m in the new y.
+    """
+
+    alpha: Numbers  # lr eta, the step in units of s
     max_move: Numbers  # the largest change of one coordinate
     decay: Numbers  # the fraction of z that weight decay removes
     grad_weight: Numbers  # w, the weight of g^2 in s^2
@@ -124,16 +128,18 @@ def untuned_step(
     A sample without a stride is not measured here.
     """
     sums, rows = [], [c if isinstance(c, Tensor) else c.tolist() for c in coefficients]
-    for i, x in enumerate(group.params):
-        stored = [x, group.z_minus_x[i], group.grad_rms[i], *group.masters[i : i + 1]]
-        _, old_e, old_s, *master = stored
-        by = UntunedCoefficients(*(row[i] for row in rows))
-        y, e, s, u = untuned_update(full_precision(x, *master), group.grads[i], old_e, old_s, by)
+    for i, (x, g) in enumerate(zip(group.params, group.grads)):
+        old_e, old_s = group.z_minus_x[i], group.grad_rms[i]
+        master = group.masters[i] if group.masters else None
+        of_tensor = UntunedCoefficients(*(row[i] for row in rows))
+        y, e, s, u = untuned_update(full_precision(x, master), g, old_e, old_s, of_tensor)
         if old_e.dtype != y.dtype:
             place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, dense_strides(x))
             place = (place + group.samples[i].offset) & 0xFFFFFFFF
-            e, s = stochastic_round(torch.stack([e, s]), by.step, place)
-        _write(stored, (y, e, s, y), skip)  # half-precision x is rounded once, at the end
+            e, s = stochastic_round(torch.stack([e, s]), of_tensor.step, place)
+        _write((x, old_e, old_s), (y, e, s), skip)  # half-precision x is rounded once, at the end
+        if master is not None:
+            _write((master,), (y,), skip)
         u_sq = square_norm(u)
         measured = group.samples[i].stride > 0
         sums.append((u_sq, squared_displacement(group, i) if measured else 0 * u_sq))
@@ -142,25 +148,27 @@ def untuned_step(
 
 
 def untuned_update(
-    y: Tensor, g: Tensor, e: Tensor, s: Tensor, by: UntunedCoefficients
+    y: Tensor, g: Tensor, e: Tensor, s: Tensor, coefficients: UntunedCoefficients
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return the new y, e and s, and u. The coefficients are numbers, or broadcast against y."""
-    b, w, c = INTERPOLATION, by.grad_weight, by.average_weight
-    g, e, s = by.grad_factor * g.to(y.dtype), e.to(y.dtype), s.to(y.dtype)
+    alpha, max_move, decay, w, c, grad_factor, _ = coefficients
+    b, one_minus_w, one_minus_c = INTERPOLATION, 1 - w, 1 - c
+    m_weight = c + (1 - b) * one_minus_c
+    g, e, s = grad_factor * g.to(y.dtype), e.to(y.dtype), s.to(y.dtype)
     # The root is stored, not the square: in float32 those of 1e-20 and 1e20 do not exist.
-    s = torch.hypot((1 - w) ** 0.5 * s, w**0.5 * g)
+    s = torch.hypot(one_minus_w**0.5 * s, w**0.5 * g)
     u = g / (s + (s == 0))  # 0 where there has been no gradient
-    step = torch.clamp(by.step_size * u, min=-by.max_move, max=by.max_move)
-    m = e - (step + by.decay * (y + b * e))
-    return y + ((c + (1 - b) * (1 - c)) * m - (1 - b) * e), (1 - c) * m, s, u
+    move = torch.clamp(alpha * u, min=-max_move, max=max_move)
+    m = e - (move + decay * (y + b * e))
+    return y + (m_weight * m - (1 - b) * e), one_minus_c * m, s, u
 
 
 def squared_displacement(group: TensorGroup, i: int) -> Tensor:
     """Return |z - z_1|^2 over the sample of a tensor."""
-    tensors = [group.params[i], group.z_minus_x[i], *group.masters[i : i + 1]]
-    x, e, *master = (group.samples[i].of(t) for t in tensors)
-    y = full_precision(x, *master)
-    z_1 = group.samples[i].part(group.initial_sample[i], len(x))
+    sample = group.samples[i]
+    x, e = sample.of(group.params[i]), sample.of(group.z_minus_x[i])
+    y = full_precision(x, sample.of(group.masters[i]) if group.masters else None)
+    z_1 = sample.part(group.initial_sample[i], len(x))
     return square_norm(y + INTERPOLATION * e.to(y.dtype) - z_1)
 
 

@@ -61,8 +61,9 @@ def estimate(
     """See plain.py. If the pass is skipped, both are zero."""
     tables = _pair_tables(group)
     sums = _empty_sums(group, 2, len(tables["chunks"]))
-    by = {"one_minus_a": one_minus_a, "FIRST": first, "FINITE_ONLY": finite_only, "skip": skip}
-    _launch("estimate_kernel", len(tables["chunks"]), **tables, **by, g_sq=sums[0], d_sq=sums[1])
+    flags = {"FIRST": first, "FINITE_ONLY": finite_only, "skip": skip}
+    arguments = tables | flags | {"one_minus_a": one_minus_a, "g_sq": sums[0], "d_sq": sums[1]}
+    _launch("estimate_kernel", len(tables["chunks"]), **arguments)
     g_sq, d_sq = sums.sum(1).unbind()
     return g_sq, d_sq
 
@@ -88,11 +89,11 @@ def untuned_step(
     )
     chunk_u_sq = _empty_sums(group, len(tables["chunks"]))
     u_sq, moved_sq = _empty_sums(group, 2, len(params)).unbind()
-    by = {name: row.contiguous() for name, row in coefficients._asdict().items()}
-    by |= {"chunk_u_sq": chunk_u_sq, "u_sq": u_sq, "moved_sq": moved_sq, "skip": skip}
-    by |= {"HAS_MASTER": bool(group.masters), "B": INTERPOLATION}
-    _launch("untuned_kernel", len(tables["chunks"]), **tables, **by)
-    _launch("measure_kernel", len(params), **tables, **by)
+    arguments = tables | {k: row.contiguous() for k, row in coefficients._asdict().items()}
+    arguments |= {"chunk_u_sq": chunk_u_sq, "u_sq": u_sq, "moved_sq": moved_sq, "skip": skip}
+    arguments |= {"HAS_MASTER": bool(group.masters), "B": INTERPOLATION}
+    _launch("untuned_kernel", len(tables["chunks"]), **arguments)
+    _launch("measure_kernel", len(params), **arguments)
     _increment_version(params)  # autograd has not seen the writes
     return u_sq, moved_sq
 

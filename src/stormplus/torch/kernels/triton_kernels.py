@@ -107,7 +107,7 @@ def move_kernel(
 ):  # fmt: skip
     """Do `move` on a chunk."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
-    step = tl.load(alpha).to(tl.float32)
+    alpha = tl.load(alpha).to(tl.float32)
     for PARTIAL in tl.static_range(2):
         x, g = _pointer(x_table + i, x_like, PARTIAL), _pointer(g_table + i, g_like, PARTIAL)
         d = _pointer(d_table + i, d_like, PARTIAL)
@@ -118,7 +118,7 @@ def move_kernel(
             g_tilde = sign * tl.load(g + at, mask).to(tl.float32)
             if l2 is not None:  # beyond the paper: weight decay
                 g_tilde += l2 * old_x
-            new_x = _round(old_x - step * old_d, x.dtype.element_ty)
+            new_x = _round(old_x - alpha * old_d, x.dtype.element_ty)
             tl.store(x + at, new_x, mask)  # Alg. 1, line 4
             tl.store(d + at, old_d - g_tilde, mask)  # Alg. 1, line 6: the bracket
 
@@ -130,7 +130,7 @@ def estimate_kernel(
 ):  # fmt: skip
     """Do `estimate` on a chunk."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
-    keep = tl.load(one_minus_a).to(tl.float32)
+    one_minus_a = tl.load(one_minus_a).to(tl.float32)
     sum_g_sq = tl.zeros((BLOCK,), g_sq.dtype.element_ty)
     sum_d_sq = tl.zeros((BLOCK,), d_sq.dtype.element_ty)
     for PARTIAL in tl.static_range(2):
@@ -146,7 +146,7 @@ def estimate_kernel(
             if FINITE_ONLY:
                 new_d = tl.where(tl.abs(new_d) < float("inf"), new_d, 0.0)
             if not FIRST:  # Alg. 1, line 6; without it line 1
-                new_d += keep * tl.load(d + at, mask)
+                new_d += one_minus_a * tl.load(d + at, mask)
             tl.store(d + at, new_d, mask)
             sum_d_sq = _add_squares(sum_d_sq, new_d, at < stop)
     tl.store(g_sq + tl.program_id(0), tl.sum(sum_g_sq, 0))
@@ -155,15 +155,15 @@ def estimate_kernel(
 
 @triton.jit
 def untuned_kernel(
-    x_table, g_table, e_table, s_table, master_table, aligned, offsets, chunks, step_size,
+    x_table, g_table, e_table, s_table, master_table, aligned, offsets, chunks, alpha,
     max_move, decay, grad_weight, average_weight, grad_factor, step, skip, chunk_u_sq, x_like,
     g_like, e_like, s_like, master_like,
     HAS_MASTER: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do `untuned_step` on a chunk, except for (z - z_1)^2."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
-    alpha, limit = tl.load(step_size + i).to(tl.float32), tl.load(max_move + i).to(tl.float32)
-    fraction, factor = tl.load(decay + i).to(tl.float32), tl.load(grad_factor + i).to(tl.float32)
+    alpha, max_move = tl.load(alpha + i).to(tl.float32), tl.load(max_move + i).to(tl.float32)
+    decay, grad_factor = tl.load(decay + i).to(tl.float32), tl.load(grad_factor + i).to(tl.float32)
     w, c = tl.load(grad_weight + i), tl.load(average_weight + i)
     w, one_minus_w = w.to(tl.float32), (1 - w).to(tl.float32)
     one_minus_c, m_weight = (1 - c).to(tl.float32), (c + (1 - B) * (1 - c)).to(tl.float32)
@@ -181,12 +181,12 @@ def untuned_kernel(
             y = _load_y(x, master, at, mask, HAS_MASTER)
             old_e = tl.load(e + at, mask).to(tl.float32)
             old_s = tl.load(s + at, mask).to(tl.float32)
-            gradient = factor * tl.load(g + at, mask).to(tl.float32)
+            gradient = grad_factor * tl.load(g + at, mask).to(tl.float32)
             new_s, u = _rms_and_ratio(gradient, old_s, w, one_minus_w)
             u_sq = _add_squares(u_sq, u, at < stop)
-            moved = alpha * u
-            moved = tl.where(moved > limit, limit, tl.where(moved < -limit, -limit, moved))
-            m = old_e - (moved + fraction * (y + B * old_e))
+            move = alpha * u
+            move = tl.where(move > max_move, max_move, tl.where(move < -max_move, -max_move, move))
+            m = old_e - (move + decay * (y + B * old_e))
             y += m_weight * m - (1 - B) * old_e
             new_e = one_minus_c * m
             if e.dtype.element_ty == tl.bfloat16:  # stochastic rounding
