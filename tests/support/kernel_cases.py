@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from stormplus.torch._sharding import SampledCoordinates
-from stormplus.torch._tensors import Objective, TensorGroup, wide_dtype
+from stormplus.torch._tensors import TensorGroup, wide_dtype
 from stormplus.torch.kernels import native, plain, triton
 from stormplus.torch.kernels.plain import UntunedCoefficients
 
@@ -51,30 +51,30 @@ class Kind:
             name, value = self.entry
             lists[name][-1][3, 3] = value
 
-    def samples(self, tensors):
-        samples = [SampledCoordinates(t) for t in tensors]
+    def coordinates(self, tensors):
+        coordinates = [SampledCoordinates(t) for t in tensors]
         for i, row in enumerate(self.first_rows):
             columns = tensors[i].shape[1]
-            samples[i] = SampledCoordinates(torch.empty(300, columns))
-            samples[i].offset = row * columns
+            coordinates[i] = SampledCoordinates(torch.empty(300, columns))
+            coordinates[i].offset = row * columns
         if self.sample_stride is not None:
-            for sample in samples:
-                sample.stride = self.sample_stride
-        return samples
+            for sampled in coordinates:
+                sampled.stride = self.sample_stride
+        return coordinates
 
     def untuned(self):
         wide = wide_dtype(self.dtype)
         state_dtype = self.state_dtype or wide
         exact = self.draw(1, wide)
-        samples = self.samples(exact)
+        coordinates = self.coordinates(exact)
         lists = {
             "params": [t.to(self.dtype) for t in exact],
             "grads": self.draw(2, self.grad_dtype or self.dtype, self.scale),
             "z_minus_x": self.draw(3, state_dtype, 0.01),
             "grad_rms": [t.abs() for t in self.draw(4, state_dtype, self.scale)],
-            "initial_sample": [torch.linspace(-1, 1, s.count, dtype=wide) for s in samples],
+            "initial_sample": [torch.linspace(-1, 1, s.count, dtype=wide) for s in coordinates],
             "masters": exact if wide != self.dtype else [],
-            "samples": samples,
+            "coordinates": coordinates,
         }
         self.set_entry(lists)
         if lists["masters"]:
@@ -134,12 +134,11 @@ def copied(value):
 def group_of(backend, lists, sign=1.0, l2=0.0):
     """Return a group of copies, with the same strides and alignment."""
     copies = {name: [copied(value) for value in values] for name, values in lists.items()}
-    objective = Objective(sign, l2)
-    return TensorGroup({}, backend, torch.device("cpu"), objective=objective, **copies)
+    return TensorGroup({}, backend, torch.device("cpu"), sign=sign, l2=l2, **copies)
 
 
 def tensors_of(group, lists):
-    return {name: getattr(group, name) for name in lists if name != "samples"}
+    return {name: getattr(group, name) for name in lists if name != "coordinates"}
 
 
 def as_number(backend, x):

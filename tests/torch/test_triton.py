@@ -35,7 +35,7 @@ def group_with_all_buffers(tensors=2, put=torch.clone):
     lists = kind.pair() | kind.untuned()
     group = group_of(triton, lists)
     for name in lists:
-        if name != "samples":
+        if name != "coordinates":
             setattr(group, name, [put(tensor) for tensor in getattr(group, name)])
     group.device = group.params[0].device
     return group

@@ -12,7 +12,7 @@ from stormplus import untuned_rule as rule
 from stormplus.torch._base import BaseOptimizer, outside_inference_mode
 from stormplus.torch._checkpoint import entries, scalars_of
 from stormplus.torch._checks import parameter_name, warn
-from stormplus.torch._sharding import is_dtensor, local, reshard, sample_count
+from stormplus.torch._sharding import coordinate_count, is_dtensor, local, reshard
 from stormplus.torch._tensors import BufferKind, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 
@@ -30,32 +30,32 @@ class AveragedOptimizer(BaseOptimizer):
     def _start(self, groups: list[TensorGroup]) -> None:
         """Let tensors that get their first gradient start from where they are."""
         table, xp = self._tensor_table, np if self._tensor_table.on_host else torch
-        columns = sorted(column for group in groups for column in group.columns)
-        infos, (_, mask) = [self._infos[column] for column in columns], table.select(columns)
+        indices = sorted(index for group in groups for index in group.indices)
+        infos, (_, mask) = [self._infos[i] for i in indices], table.index_and_mask(indices)
         constants = {
-            "size": [info.sample.size for info in infos],
-            "sample_count": [info.sample.count for info in infos],
+            "size": [info.coordinates.size for info in infos],
+            "sample_count": [info.coordinates.count for info in infos],
             "natural_scale": [rule.natural_scale(_inputs(info.p)) for info in infos],
         }
-        spread = table.spread(np.array(list(constants.values()), np.float64), columns)
-        table.write(dict(zip(constants, spread)), mask)
+        full_rows = table.scatter(np.array(list(constants.values()), np.float64), indices)
+        table.write(dict(zip(constants, full_rows)), mask)
         rows, parts = table.rows, []
         for group in groups:
-            # Copied at once: small results between large temporaries would leave holes in memory.
+            # Preallocate: scalars between large temporaries fragment the allocator.
             squares = torch.empty(len(group.params), dtype=table.tensor.dtype, device=group.device)
             for i, x in enumerate(group.params):
                 squares[i] = plain.square_norm(x)
-            parts.append((group.process_groups, table.spread((squares,), group.columns)))
+            parts.append((group.process_groups, table.scatter((squares,), group.indices)))
         rms = (self._total(parts)[0] / rows["size"]) ** 0.5
         ceiling = rule.distance_ceiling(rms, rows["natural_scale"], xp)
         if table.on_host:
             for info in infos:
-                if not math.isfinite(ceiling[info.column]):
+                if not math.isfinite(ceiling[info.index]):
                     name = parameter_name(self.param_groups, info.p)
                     self._fail(f"{name} is not finite; nothing has moved")
         for group in groups:
-            for x, z_1, sample in zip(group.params, group.initial_sample, group.samples):
-                sample.store(x, z_1, group.process_groups)
+            for x, z_1, coordinates in zip(group.params, group.initial_sample, group.coordinates):
+                coordinates.store(x, z_1, group.process_groups)
             for x, master in zip(group.params, group.masters):
                 master.copy_(x)
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
@@ -81,13 +81,13 @@ class AveragedOptimizer(BaseOptimizer):
         self._compared = self.generation
         saved = self._tensor_table.snapshot()
         for group in groups:
-            for i, column in enumerate(group.columns):
-                if group.first or group.process_groups:
+            for i, index in enumerate(group.indices):
+                if group.is_new or group.process_groups:
                     break
-                mean = float(plain.squared_displacement(group, i)) / group.samples[i].count
-                found, expected = mean**0.5, float(saved[column]["displacement"])
-                if abs(found - expected) > 1e-4 * max(expected, found):
-                    name = parameter_name(self.param_groups, self._infos[column].p)
+                mean = float(plain.squared_displacement(group, i)) / group.coordinates[i].count
+                measured, expected = mean**0.5, float(saved[index]["displacement"])
+                if abs(measured - expected) > 1e-4 * max(expected, measured):
+                    name = parameter_name(self.param_groups, self._infos[index].p)
                     warn(
                         f"{name} is not where this state left it: load a model that was saved at "
                         "the same moment, and in the same mode (opt.eval() or opt.train()), as the "
@@ -172,20 +172,20 @@ class AveragedOptimizer(BaseOptimizer):
         """
         numbers = self._tensor_table.snapshot()
         numbers = [entry for entry in numbers if entry["step"] > 0] or numbers
-        found: dict[str, float] = {}
+        summary: dict[str, float] = {}
         for name in ("step", "step_size", "distance"):
             values = [float(entry[name]) for entry in numbers]
-            found[name], found[f"{name}_min"] = max(values), min(values)
-            found[f"{name}_max"] = max(values)
-        found["step_size"] = sum(float(entry["step_size"]) for entry in numbers) / len(numbers)
-        return found | {"grad_evaluations": float(self.grad_evaluations)}
+            summary[name], summary[f"{name}_min"] = max(values), min(values)
+            summary[f"{name}_max"] = max(values)
+        summary["step_size"] = sum(float(entry["step_size"]) for entry in numbers) / len(numbers)
+        return summary | {"grad_evaluations": float(self.grad_evaluations)}
 
     def _buffers(self, p: Tensor) -> dict[str, BufferKind]:
         wide = wide_dtype(p.dtype)
         # bfloat16 has no complex numbers: pairs of reals.
         pairs = (*p.shape, 2) if self._state_dtype and p.is_complex() else None
         stored = BufferKind(self._state_dtype or wide, pairs)
-        sample = BufferKind(wide.to_real() if wide.is_complex else wide, (sample_count(p),))
+        sample = BufferKind(wide.to_real() if wide.is_complex else wide, (coordinate_count(p),))
         kinds = {"z_minus_x": stored, "grad_rms": stored, "initial_sample": sample}
         return kinds if wide == p.dtype else kinds | {"master": BufferKind(wide)}
 

@@ -143,13 +143,13 @@ class BaseOptimizer(Optimizer, ABC):
         if not (self._check_finite and groups):
             return None
         parts = [(group.process_groups, group.kernels.any_nonfinite(group)) for group in groups]
-        found = parts[0][1]
+        nonfinite = parts[0][1]
         if self._mesh_groups or len(parts) > 1:
-            found = self._total(parts, agree=True) > 0
+            nonfinite = self._total(parts, agree=True) > 0
         if not self._shared_table.on_host:
-            flag: Tensor = found.to(self._shared_table.tensor.device, non_blocking=True)
+            flag: Tensor = nonfinite.to(self._shared_table.tensor.device, non_blocking=True)
             return flag
-        if found:
+        if nonfinite:
             self._fail_nonfinite(NOTHING_MOVED)
         return None
 
@@ -231,7 +231,7 @@ class BaseOptimizer(Optimizer, ABC):
         self.state[self._keeper]["scalars"] = self._shared_state
 
     def _find_idle(self) -> None:
-        """List the frozen parameters without buffers: a step only looks whether they still are."""
+        """Split parameters into active ones and frozen ones that never had a gradient."""
         used = [info.p.requires_grad or info.state["started"] for info in self._infos]
         self._active = [info for info, is_used in zip(self._infos, used) if is_used]
         self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
@@ -240,19 +240,20 @@ class BaseOptimizer(Optimizer, ABC):
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
         compiling = torch.compiler.is_compiling()
         self._traced = compiling or torch._C._len_torch_dispatch_stack() > 0
-        # A compiled step would be compiled again for every gradient of a key of `state`.
-        found = self._shared_state if compiling else self.state.get(self._keeper, {}).get("scalars")
-        if found is None:
+        # Under torch.compile, reading self.state adds guards and recompiles.
+        state = {"scalars": self._shared_state} if compiling else self.state.get(self._keeper, {})
+        scalars = state.get("scalars")
+        if scalars is None:
             raise RuntimeError(
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
                 "with opt.load_state_dict()"
             )
         if (
-            found is not self._shared_state  # Lightning copies dictionaries
+            scalars is not self._shared_state  # Lightning copies dictionaries
             or not _are_same(_listed(self.param_groups), self._known_groups)
             or self._shared_table.tensor.device != self._keeper.device
         ):
-            self._shared_state = found
+            self._shared_state = scalars
             self._adopt_parameters()
         for table in (self._shared_table, self._tensor_table):
             on_host = table.has_values and not compiling
@@ -288,7 +289,7 @@ class BaseOptimizer(Optimizer, ABC):
             for name in self._buffer_names:
                 info.state.pop(name, None)
             info.state["started"], info.key = 0, None
-            self._tensor_table.reset_column(info.column)
+            self._tensor_table.reset(info.index)
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
         """Sort the parameters that take part in a pass into groups, without their buffers.
@@ -312,7 +313,7 @@ class BaseOptimizer(Optimizer, ABC):
                 g = torch.zeros_like(p)
             if g.layout != torch.strided:
                 reject_gradient(self.param_groups, p, g)
-            # Compared, because choosing a backend takes a third of a step of 8 small tensors.
+            # Cache the backend: choosing it costs a third of a step on 8 small tensors.
             x_strides, g_strides = p.is_contiguous() or p.stride(), g.is_contiguous() or g.stride()
             key = p.device, p.dtype, p.shape, x_strides, g.dtype, g_strides, traced
             if key != info.key:
@@ -327,10 +328,10 @@ class BaseOptimizer(Optimizer, ABC):
                 x, g, state = local(p), local_gradient(p, g), self._local_buffers(info)
             group = groups.get((info.group_key, started))
             if group is None:
-                group = TensorGroup(info.options, info.kernels, x.device, info.process_groups)
-                group.first = not started
+                group = TensorGroup(info.param_group, info.kernels, x.device, info.process_groups)
+                group.is_new = not started
                 groups[info.group_key, started] = group
-            group.columns.append(info.column)
+            group.indices.append(info.index)
             group.params.append(x)
             group.grads.append(g)
             group.states.append(state)
@@ -351,20 +352,20 @@ class BaseOptimizer(Optimizer, ABC):
         if x.device.type == "cpu" and not self._shared_table.on_host and not self._traced:
             info.kernels = plain  # the flag to skip is on another device
         else:
-            alike = [t for t in self._local_buffers(info).values() if t.shape == x.shape]
-            info.kernels = choose_kernels([x, g, *alike], info.options.get("foreach"))
-        options = id(info.options)
+            buffers = [t for t in self._local_buffers(info).values() if t.shape == x.shape]
+            info.kernels = choose_kernels([x, g, *buffers], info.param_group.get("foreach"))
+        param_group = id(info.param_group)
         if self._tensor_initial:  # then the options are per tensor too, and groups share a pass
-            options, info.sample = 0, info.sample or SampledCoordinates(p)
-        together = options, info.kernels.__name__, x.device, x.dtype, info.process_groups
-        info.group_key = self._group_keys.setdefault(together, len(self._group_keys))
+            param_group, info.coordinates = 0, info.coordinates or SampledCoordinates(p)
+        key = param_group, info.kernels.__name__, x.device, x.dtype, info.process_groups
+        info.group_key = self._group_keys.setdefault(key, len(self._group_keys))
 
     def _local_buffers(self, info: ParamInfo) -> dict[str, Tensor]:
         return {name: local(info.state[name]) for name in self._buffer_names if name in info.state}
 
     def _mark_started(self, groups: list[TensorGroup]) -> None:
-        for column in (column for group in groups if group.first for column in group.columns):
-            self._infos[column].state["started"] = 1
+        for index in (index for group in groups if group.is_new for index in group.indices):
+            self._infos[index].state["started"] = 1
 
     def reset(self) -> None:
         """Start over: the state is as after construction, with the parameters as they are."""
@@ -434,9 +435,9 @@ class BaseOptimizer(Optimizer, ABC):
         state = defaultdict(dict, self.state)
         for info, numbers in zip(self._infos, per_tensor):
             state[info.p] = {k: v for k, v in info.state.items() if k != "scalars"} | numbers
-        own = {name: vars(self)[name] for name in names if name in vars(self)}
+        attributes = {name: vars(self)[name] for name in names if name in vars(self)}
         scalars = self._shared_state | shared
-        return super().__getstate__() | own | {"state": state, "_shared_state": scalars}
+        return super().__getstate__() | attributes | {"state": state, "_shared_state": scalars}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

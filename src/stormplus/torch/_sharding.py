@@ -71,18 +71,18 @@ def held_indices(p: Tensor) -> list[Tensor]:
         return held
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
     at = mesh.get_coordinate()
-    # FSDP over tensor parallelism cuts last what its strided shard names first.
+    # With FSDP over TP, the `_StridedShard` placement comes first but is split last.
     order = sorted(range(len(placements)), key=lambda i: hasattr(placements[i], "split_factor"))
     for i in order:
         if not placements[i].is_replicate():
             dim = placements[i].dim
             parts = torch.chunk(held[dim], mesh.size(i))
             held[dim] = parts[at[i]] if at is not None and at[i] < len(parts) else held[dim][:0]
-    found, here = tuple(map(len, held)), tuple(p.to_local().shape)  # type: ignore[attr-defined]
-    if found != here and 0 not in found:
+    expected, here = tuple(map(len, held)), tuple(p.to_local().shape)  # type: ignore[attr-defined]
+    if expected != here and 0 not in expected:
         raise RuntimeError(
             f"a parameter with placements {placements} has a local part of shape {here}, where "
-            f"{found} was expected: shard it evenly, or with torch's own placements"
+            f"{expected} was expected: shard it evenly, or with torch's own placements"
         )
     return held
 
@@ -91,7 +91,7 @@ def _real_size(p: Tensor) -> int:
     return p.numel() * (2 if p.is_complex() else 1)
 
 
-def sample_count(p: Tensor) -> int:
+def coordinate_count(p: Tensor) -> int:
     """Return on how many coordinates a tensor's distance is measured."""
     size = _real_size(p)
     return -(-size // sample_stride(size))
@@ -108,7 +108,7 @@ class SampledCoordinates:
     """
 
     def __init__(self, p: Tensor) -> None:
-        self.size, self.count = _real_size(p), sample_count(p)
+        self.size, self.count = _real_size(p), coordinate_count(p)
         self.stride, self.offset = sample_stride(self.size), 0
         self._in_memory: dict[Any, Tensor] = {}
         if not is_dtensor(p):
@@ -208,9 +208,9 @@ def sum_over_processes(
     part that a group does not shard is averaged over it: its processes have the same part.
     """
     shares = []
-    for own, numbers in parts:
+    for process_groups, numbers in parts:
         part = _as_tensor(numbers, like)
-        copies = [group.size() for group in groups if group not in own]
+        copies = [group.size() for group in groups if group not in process_groups]
         shares.append(part / math.prod(copies) if copies else part)
     # Contiguous: an all-reduce adds in the order of memory, and a transposed part would mix rows.
     total = shares[0].contiguous() if len(shares) == 1 else torch.stack(shares).sum(dim=0)

@@ -42,13 +42,6 @@ def accumulator_dtype(device: torch.device) -> torch.dtype:
     return _ACCUMULATORS[device]
 
 
-class Objective(NamedTuple):
-    """What is minimized; native.c has a struct with these fields."""
-
-    sign: float = 1.0  # -1 to maximize
-    l2: float = 0.0  # weight decay as part of the objective
-
-
 @dataclass(slots=True)
 class TensorGroup:
     """Tensors that one pass handles together: same options, device, dtypes and process groups.
@@ -56,24 +49,25 @@ class TensorGroup:
     The lists have one entry per parameter: its part on this process, complex as pairs of reals.
     """
 
-    options: dict[str, Any]  # the parameter group; Untuned has options per tensor instead
+    param_group: dict[str, Any]  # Untuned has options per tensor instead
     kernels: ModuleType  # the backend
     device: torch.device
     process_groups: ProcessGroups = ()  # over which norms are summed
-    first: bool = False  # whether this is their first gradient
-    columns: list[int] = field(default_factory=list)  # their places among all parameters
+    is_new: bool = False  # whether this is their first gradient
+    indices: list[int] = field(default_factory=list)  # their places among all parameters
     params: list[Tensor] = field(default_factory=list)
     grads: list[Tensor] = field(default_factory=list)
     states: list[State] = field(default_factory=list)  # local buffers by name
     # PairedOptimizer
-    objective: Objective = field(default_factory=Objective)
+    sign: float = 1.0  # -1 to maximize
+    l2: float = 0.0  # weight decay as part of the objective
     estimators: list[Tensor] = field(default_factory=list)
     # Untuned
     z_minus_x: list[Tensor] = field(default_factory=list)
     grad_rms: list[Tensor] = field(default_factory=list)
     initial_sample: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)  # empty unless in half precision
-    samples: list[SampledCoordinates] = field(default_factory=list)
+    coordinates: list[SampledCoordinates] = field(default_factory=list)
     native_table: bytes | None = None  # kept by native.py between its check and its pass
 
     def slice(self, start: int, end: int) -> TensorGroup:
@@ -89,15 +83,15 @@ class ParamInfo:
     """A parameter, and what the optimizer knows about it besides its state."""
 
     p: Tensor
-    options: dict[str, Any]  # its parameter group
+    param_group: dict[str, Any]
     state: State
-    column: int  # its place among all parameters
+    index: int  # its place among all parameters
     process_groups: ProcessGroups
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
     is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-    sample: Any = None  # a `SampledCoordinates`, if the optimizer has numbers per tensor
+    coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
 
 
 class BufferKind(NamedTuple):
@@ -188,40 +182,39 @@ class ScalarTable:
         dtype = self.tensor.dtype if tensor.is_floating_point() else tensor.dtype
         return tensor.to(dtype).to(self.tensor.device, non_blocking=True)
 
-    def select(self, columns: Sequence[int]) -> tuple[Any, Any]:
-        """Return the index and the mask of some columns; (slice(None), None) for all."""
+    def index_and_mask(self, indices: Sequence[int]) -> tuple[Any, Any]:
+        """Return some owners as an index and as a mask; (slice(None), None) for all."""
         width = self.tensor.shape[1]
-        if len(columns) == width:
+        if len(indices) == width:
             return slice(None), None
-        key = self.on_host, *columns
+        key = self.on_host, *indices
         if key not in self._selections:  # kept, because a device would have to load them
             if len(self._selections) > 64:
                 self._selections.clear()
-            index, mask = np.array(columns), np.isin(np.arange(width), columns)
+            index, mask = np.array(indices), np.isin(np.arange(width), indices)
             self._selections[key] = self.array(index), self.array(mask)
         index, mask = self._selections[key]
         return index, mask
 
-    def spread(self, numbers: Any, columns: Sequence[int]) -> Numbers:
-        """Return full rows, with numbers in some columns and zeros in the others."""
-        index, mask = self.select(columns)
-        found: Numbers
+    def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:
+        """Return full rows, with the numbers of some owners and zeros for the others."""
+        index, mask = self.index_and_mask(indices)
         if self.on_host:
-            found = np.asarray(numbers)
+            rows: Numbers = np.asarray(numbers)
         else:
-            found = torch.stack([torch.as_tensor(row) for row in numbers])
-            found = found.to(self.tensor, non_blocking=True)
+            rows = torch.stack([torch.as_tensor(row) for row in numbers])
+            rows = rows.to(self.tensor, non_blocking=True)
         if mask is None:
-            return found
+            return rows
         if self.on_host:
-            full = np.zeros((len(found), len(mask)))
-            full[:, index] = found
+            full = np.zeros((len(rows), len(mask)))
+            full[:, index] = rows
             return full
-        return self.tensor.new_zeros(len(found), len(mask)).index_copy_(1, index, found)
+        return self.tensor.new_zeros(len(rows), len(mask)).index_copy_(1, index, rows)
 
-    def reset_column(self, column: int) -> None:
+    def reset(self, index: int) -> None:
         """Set one owner's numbers to their initial values."""
-        self.tensor[:, column] = self._initial
+        self.tensor[:, index] = self._initial
 
     def snapshot(self) -> list[State]:
         """Return the numbers of each owner by name, as tensors of their own on the CPU."""

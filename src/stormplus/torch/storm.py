@@ -27,7 +27,6 @@ from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
 from stormplus.torch._tensors import (
     BufferKind,
     Number,
-    Objective,
     State,
     TensorGroup,
     wide_dtype,
@@ -166,7 +165,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         """Move x by -lr eta d / unit, with eta from the last sample, and subtract g~ from d."""
         if self._pass_hooks:
             self._notify("before_move")
-        groups = [group for group in self._tensor_groups() if not group.first]
+        groups = [group for group in self._tensor_groups() if not group.is_new]
         skip = self._find_nonfinite(groups)
         if skip is not None:
             self._shared_table.rows["skip"].copy_(skip)  # `estimate` skips the same sample
@@ -176,15 +175,15 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         eta_over_unit = eta / self._nonzero_unit(scalars["unit"])  # beyond the paper: the unit
         for group in groups:  # Alg. 1, line 4, and the bracket of line 6
             # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
-            lr = _learning_rate(group.options, eta)
-            if group.options["decoupled_weight_decay"]:
-                _decay(group, lr * eta * group.options["weight_decay"], skip)
+            lr = _learning_rate(group.param_group, eta)
+            if group.param_group["decoupled_weight_decay"]:
+                _decay_decoupled(group, lr * eta * group.param_group["weight_decay"], skip)
             alpha = lr * eta_over_unit
             group.kernels.move(group, _on(alpha, group.device), _on(skip, group.device))
         # The second evaluation must not use weights that autocast has cast before the move.
         torch.clear_autocast_cache()
         self._shared_state["phase"] = PENDING
-        self.pending_streams = None  # unless `same_sample` knows better
+        self.pending_streams = None  # `same_sample` sets it again in its after_move hook
         if self._pass_hooks:
             self._notify("after_move")
 
@@ -204,7 +203,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             squares = group.kernels.estimate(
                 group,
                 _on(one_minus_a, group.device),
-                first=phase == START or group.first,
+                first=phase == START or group.is_new,
                 finite_only=self._check_finite,
                 skip=_on(skip, group.device),
             )
@@ -222,7 +221,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._shared_table.write(new)
         elif self._check_finite:
             for group in groups:
-                if phase == PENDING and not group.first:
+                if phase == PENDING and not group.is_new:
                     plain.undo_estimate(group, one_minus_a)
             self._shared_state["phase"] = phase
             self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
@@ -240,7 +239,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         """
         groups = self._collect(missing_is_zero=True)
         for group in groups:
-            group.objective = _objective(group.options)
+            group.sign, group.l2 = _sign_and_l2(group.param_group)
             group.estimators = [state["estimator"] for state in group.states]
         if not any(info.p.grad is not None for info in self._active):
             self._notify("failed")
@@ -402,9 +401,9 @@ class Storm(PairedOptimizer):
         super().__init__(params, lr, **options)
 
 
-def _learning_rate(options: dict[str, Any], like: Number) -> Number:
+def _learning_rate(param_group: dict[str, Any], like: Number) -> Number:
     """Return a group's lr: a float, or a tensor on the device of `like`."""
-    lr = options["lr"]
+    lr = param_group["lr"]
     if isinstance(lr, Tensor) and isinstance(like, Tensor):
         return lr.to(like, non_blocking=True).reshape(())
     if float(lr) < 0:
@@ -412,13 +411,14 @@ def _learning_rate(options: dict[str, Any], like: Number) -> Number:
     return float(lr)
 
 
-def _objective(options: dict[str, Any]) -> Objective:
-    # L2 regularisation is part of the objective; `_decay` does the other kind.
-    l2 = 0.0 if options["decoupled_weight_decay"] else float(options["weight_decay"])
-    return Objective(sign=-1.0 if options["maximize"] else 1.0, l2=l2)
+def _sign_and_l2(param_group: dict[str, Any]) -> tuple[float, float]:
+    # L2 regularisation is part of the objective; `_decay_decoupled` does the other kind.
+    decoupled = param_group["decoupled_weight_decay"]
+    l2 = 0.0 if decoupled else float(param_group["weight_decay"])
+    return -1.0 if param_group["maximize"] else 1.0, l2
 
 
-def _decay(group: TensorGroup, decay: Number, skip: Tensor | None) -> None:
+def _decay_decoupled(group: TensorGroup, decay: Number, skip: Tensor | None) -> None:
     """Beyond the paper: x <- (1 - lr eta weight_decay) x, decoupled as AdamW's."""
     if not isinstance(decay, Tensor):
         torch._foreach_mul_(group.params, 1 - decay)

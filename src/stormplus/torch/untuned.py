@@ -25,7 +25,7 @@ from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
 
 
-class _Options(NamedTuple):
+class _PerTensorOptions(NamedTuple):
     """What is constant between steps, with one entry per tensor."""
 
     lr: Numbers  # lr times the group's factor
@@ -64,8 +64,8 @@ class Untuned(AveragedOptimizer):
     Args:
         params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
             `weight_decay`, `maximize` and `factor`.
-        weight_decay: Decoupled, as AdamW's with the step size as lr: a step removes this times the
-            step size from every weight, or less from tensors that start above their natural scale.
+        weight_decay: Decoupled: each step multiplies the weights by 1 - weight_decay * step size
+            (less for tensors that start above their natural scale).
         maximize: Maximize the objective instead.
         state_dtype: torch.bfloat16 keeps the two buffers in 16 bits, stochastically rounded so that
             small changes count in the mean: half the memory. None: the parameters' precision.
@@ -145,7 +145,7 @@ class Untuned(AveragedOptimizer):
             group.grad_rms = [state["grad_rms"] for state in group.states]
             group.initial_sample = [state["initial_sample"] for state in group.states]
             group.masters = [state["master"] for state in group.states if "master" in state]
-            group.samples = [self._infos[column].sample for column in group.columns]
+            group.coordinates = [self._infos[i].coordinates for i in group.indices]
         return groups
 
     def _update(self, groups: list[TensorGroup]) -> None:
@@ -158,13 +158,13 @@ class Untuned(AveragedOptimizer):
         )
         if skip is not None and on_host:
             return  # GradScaler has found an overflow
-        first = [group for group in groups if group.first]
+        first = [group for group in groups if group.is_new]
         if first:
             self._start(first)
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
-        options, xp = self._options(), np if on_host else torch
-        _, present = table.select([column for group in groups for column in group.columns])
+        options, xp = self._per_tensor_options(), np if on_host else torch
+        _, present = table.index_and_mask([index for group in groups for index in group.indices])
         scalars = rule.UntunedScalars.from_rows(rows)
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
@@ -193,7 +193,11 @@ class Untuned(AveragedOptimizer):
         self._opt_called = True  # lr_scheduler warns without it
 
     def _coefficients(
-        self, scalars: rule.UntunedScalars, eta: Numbers, options: _Options, grad_scale: Any
+        self,
+        scalars: rule.UntunedScalars,
+        eta: Numbers,
+        options: _PerTensorOptions,
+        grad_scale: Any,
     ) -> UntunedCoefficients:
         """Return what the passes need to know about each tensor."""
         alpha, t, rows = options.lr * eta, scalars.step + 1.0, self._tensor_table.rows
@@ -218,17 +222,17 @@ class Untuned(AveragedOptimizer):
         table, parts = self._tensor_table, []
         for group in groups:
             of_group, flag = coefficients, skip
-            index, mask = table.select(group.columns)
+            index, mask = table.index_and_mask(group.indices)
             if mask is not None or group.device != table.tensor.device:
                 of_group = coefficients.of(index, group.device)
                 flag = skip if skip is None else skip.to(group.device, non_blocking=True)
             sums = group.kernels.untuned_step(group, of_group, flag)
             if group.process_groups:
-                for i, sample in enumerate(group.samples):
-                    if not sample.stride:  # the kernels measure ranges of rows only
+                for i, sampled in enumerate(group.coordinates):
+                    if not sampled.stride:  # the kernels measure ranges of rows only
                         sums[1][i] = plain.squared_displacement(group, i)
             if mask is not None or not table.on_host:
-                sums = table.spread(sums, group.columns)
+                sums = table.scatter(sums, group.indices)
             parts.append((group.process_groups, sums))
         return self._total(parts)
 
@@ -258,7 +262,7 @@ class Untuned(AveragedOptimizer):
         if math.isfinite(sum(numbers.tolist())):
             return None
         for info, number in zip(self._infos, numbers):
-            if not math.isfinite(number) and (present is None or present[info.column]):
+            if not math.isfinite(number) and (present is None or present[info.index]):
                 self._fail(
                     f"{parameter_name(self.param_groups, info.p)} is non-finite, or its distance "
                     "from initialization overflows; nothing has moved: go back to the last "
@@ -266,37 +270,37 @@ class Untuned(AveragedOptimizer):
                 )
         return None
 
-    def _options(self) -> _Options:
+    def _per_tensor_options(self) -> _PerTensorOptions:
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._tensor_table, self._infos
-        given = [_group_options(group) for group in self.param_groups]
-        key = given, table.on_host, self._active
+        by_group = [_group_options(group) for group in self.param_groups]
+        key = by_group, table.on_host, self._active
         if key != self._options_key:
-            self._check_lr([lr for lr, *_ in given])
-            by_group = {id(group): options for group, options in zip(self.param_groups, given)}
-            lr, factor, decay, sign = np.array([by_group[id(info.options)] for info in infos]).T
+            self._check_lr([lr for lr, *_ in by_group])
+            by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
+            lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
             trainable = [info.p.requires_grad and info.p.numel() > 0 for info in infos]
             axes = [info.p.ndim + info.p.is_complex() for info in infos]  # in reals
             axes = [n if is_trainable else 0 for n, is_trainable in zip(axes, trainable)]
             eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
-            self._options_key, self._option_rows = (
+            self._options_key, self._cached_options = (
                 key,
-                _Options(
+                _PerTensorOptions(
                     lr=table.array(lr * factor),
                     weight_decay=table.array(decay.copy()),
                     sign=table.array(sign.copy()),
                     eligible=table.array(eligible),
-                    decays=any(decay > 0 for _, _, decay, _ in given),
+                    decays=any(decay > 0 for _, _, decay, _ in by_group),
                 ),
             )
-        found = self._option_rows
+        options = self._cached_options
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
-                _, own = table.select([i.column for i in infos if i.options is group])
-                scaled = group["lr"].to(found.lr, non_blocking=True) * found.lr
-                lr = scaled if own is None else torch.where(own, scaled, found.lr)
-                found = found._replace(lr=lr)
-        return found
+                _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])
+                scaled = group["lr"].to(options.lr, non_blocking=True) * options.lr
+                lr = scaled if mask is None else torch.where(mask, scaled, options.lr)
+                options = options._replace(lr=lr)
+        return options
 
     # -- what the base class needs -----------------------------------------------------------------
 

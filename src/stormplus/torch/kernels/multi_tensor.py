@@ -40,7 +40,8 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     for part, rows in _slabs(group):
         lists = part.params, part.estimators
         x, d, g = rows.gather(*lists, part.grads)
-        rows.scatter(lists, (x, d), plain.moved(x, g, d, group.objective, alpha), skip)
+        g_tilde = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
+        rows.scatter(lists, (x, d), plain.moved(x, g_tilde, d, alpha), skip)
 
 
 def estimate(
@@ -50,7 +51,7 @@ def estimate(
     norms = []
     for part, rows in _slabs(group):
         x, d, g = rows.gather(part.params, part.estimators, part.grads)
-        gradient = plain.objective_gradient(x.to(d.dtype), g, group.objective)
+        gradient = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
         new = plain.estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
         rows.scatter([part.estimators], [d], [new], skip)
         norms.append((plain.square_norm(gradient), plain.square_norm(new)))
@@ -101,7 +102,7 @@ class _Rows:
     def __init__(
         self,
         layouts: tuple[_Layout, ...],
-        samples: tuple[SampledCoordinates, ...],
+        coordinates: tuple[SampledCoordinates, ...],
         device: torch.device,
     ) -> None:
         self.sizes = [math.prod(shape) for shape, _ in layouts]
@@ -110,18 +111,18 @@ class _Rows:
         self.starts = [_WIDTH * sum(counts[:i]) for i in range(len(counts))]
         self._padding: dict[torch.dtype, Tensor] = {}
         owner = _repeated(counts)
-        offsets = [sample.offset for sample in samples] or [0] * len(counts)
+        offsets = [sampled.offset for sampled in coordinates] or [0] * len(counts)
         first = torch.tensor([a - b for a, b in zip(self.starts, offsets)], device="cpu")
         places = _WIDTH * torch.arange(len(owner), device="cpu") - first[owner]
         self.owner, self.places = self._upload(owner), self._upload(places)
-        sampled = [
-            start + sample.places(*layout) if sample.stride else owner[:0]
-            for sample, layout, start in zip(samples, layouts, self.starts)
+        in_matrix = [
+            start + sampled.places(*layout) if sampled.stride else owner[:0]
+            for sampled, layout, start in zip(coordinates, layouts, self.starts)
         ]
-        if sampled:
-            self._sample_counts = [len(here) for here in sampled]
-            self._sampled = self._upload(torch.cat(sampled))
-            self._sample_owner = self._upload(_repeated(self._sample_counts))
+        if in_matrix:
+            self._sampled_counts = [len(here) for here in in_matrix]
+            self._sampled = self._upload(torch.cat(in_matrix))
+            self._sampled_owner = self._upload(_repeated(self._sampled_counts))
 
     def _upload(self, numbers: Tensor) -> Tensor:
         return numbers.to(self.device, non_blocking=True)
@@ -136,11 +137,11 @@ class _Rows:
             for t, size, layout in zip(tensors, self.sizes, self.layouts):
                 padding = self._padding[dtype][: -size % _WIDTH]
                 pieces.setdefault(dtype, []).extend([_flat(t, layout), padding])
-        together = {
+        matrices = {
             dtype: iter(torch.cat(flat).view(-1, len(self.owner), _WIDTH).unbind())
             for dtype, flat in pieces.items()
         }
-        return [next(together[tensors[0].dtype]) for tensors in lists]
+        return [next(matrices[tensors[0].dtype]) for tensors in lists]
 
     def scatter(
         self,
@@ -164,13 +165,13 @@ class _Rows:
             torch._foreach_copy_(targets, sources)
 
     def squared_displacements(self, group: TensorGroup, y: Tensor, e: Tensor) -> Tensor:
-        """Return |z - z_1|^2 over the sample of each tensor."""
-        lists = zip(group.samples, group.initial_sample, self._sample_counts)
-        z_1 = torch.cat([sample.part(whole, n) if n else whole[:0] for sample, whole, n in lists])
+        """Return |z - z_1|^2 over the sampled coordinates of each tensor."""
+        lists = zip(group.coordinates, group.initial_sample, self._sampled_counts)
+        z_1 = torch.cat([sampled.part(whole, n) if n else whole[:0] for sampled, whole, n in lists])
         y, e = y.view(-1)[self._sampled], e.reshape(-1)[self._sampled]
         z = torch.add(y, e, alpha=INTERPOLATION)
         squares = (z - z_1).to(accumulator_dtype(y.device)).square()
-        return squares.new_zeros(len(group.params)).index_add_(0, self._sample_owner, squares)
+        return squares.new_zeros(len(group.params)).index_add_(0, self._sampled_owner, squares)
 
 
 def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
@@ -185,7 +186,7 @@ def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
             # Tensors made under a FakeTensorMode or torch.compile must not be used later.
             fake = torch.compiler.is_compiling() or hasattr(group.params[0], "fake_mode")
             make = _Rows if fake else _cached_rows
-            yield part, make(layouts, tuple(part.samples), group.device)
+            yield part, make(layouts, tuple(part.coordinates), group.device)
 
 
 _cached_rows = lru_cache(maxsize=64)(_Rows)

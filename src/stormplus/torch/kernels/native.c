@@ -33,7 +33,7 @@ typedef enum { F32, F64, BF16, F16 } Dtype; /* in the order of native.py */
 typedef struct {
     int64_t size;
     void *param, *grad, *estimator, *z_minus_x, *grad_rms, *initial_sample, *master;
-    int64_t stride, offset; /* of the sample */
+    int64_t stride, offset; /* of the sampled coordinates */
 } Tensor;
 
 /* Of one tensor; the fields of `UntunedCoefficients` in plain.py. */
@@ -47,7 +47,7 @@ typedef struct {
     int64_t count;
     double *sums; /* two per tensor: |g|^2 and |d|^2, or the sums of u^2 and of (z - z_1)^2 */
     int threads;
-    double sign, l2;          /* of the objective */
+    double sign, l2;          /* -1 to maximize; weight decay as part of the objective */
     Dtype dtype, state_dtype; /* of the parameters, and of the two buffers of Untuned */
     double alpha, one_minus_a;
     int first, finite_only;

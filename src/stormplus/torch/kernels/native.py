@@ -94,14 +94,14 @@ def untuned_step(
     """See plain.py."""
     rows = np.array(coefficients, np.float64).tobytes("F")  # those of a tensor are adjacent
     state_dtype = _DTYPES[group.z_minus_x[0].dtype]
-    found = _run("untuned_step", group, coefficients=rows, state_dtype=state_dtype)
-    sums = np.frombuffer(found).reshape(-1, 2).T
+    sums = _run("untuned_step", group, coefficients=rows, state_dtype=state_dtype)
+    per_tensor: Numbers = np.frombuffer(sums).reshape(-1, 2).T
     _increment_version(group.params)  # autograd has not seen the writes
     for i, x in enumerate(group.params):
-        # native.c measures in the order of memory; the sample is in row-major order.
-        if not x.is_contiguous() and group.samples[i].stride:
-            sums[1, i] = plain.squared_displacement(group, i)
-    return sums
+        # native.c measures in the order of memory; the coordinates are in row-major order.
+        if not x.is_contiguous() and group.coordinates[i].stride:
+            per_tensor[1, i] = plain.squared_displacement(group, i)
+    return per_tensor
 
 
 def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
@@ -109,7 +109,7 @@ def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
     table, count = group.native_table or _table(group), len(group.params)
     group.native_table = table if name == "any_nonfinite" else None  # for the pass that follows
     sums, dtype = (ctypes.c_double * (2 * count))(), _DTYPES[group.params[0].dtype]
-    shared = table, count, sums, torch.get_num_threads(), *group.objective, dtype
+    shared = table, count, sums, torch.get_num_threads(), group.sign, group.l2, dtype
     if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(_Arguments(*shared, **arguments))) < 0:
         raise MemoryError("the native passes could not allocate their chunks")
     return sums
@@ -122,9 +122,9 @@ def _table(group: TensorGroup) -> bytes:
         for x, g, d in zip(group.params, group.grads, group.estimators):
             rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0)
     else:
-        lists = group.z_minus_x, group.grad_rms, group.initial_sample, group.samples
+        lists = group.z_minus_x, group.grad_rms, group.initial_sample, group.coordinates
         masters = group.masters or group.params  # which are not used
-        for x, g, y, e, s, z_1, sample in zip(group.params, group.grads, masters, *lists):
+        for x, g, y, e, s, z_1, sampled in zip(group.params, group.grads, masters, *lists):
             rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
-            rows += (z_1.data_ptr(), y.data_ptr(), sample.stride, sample.offset)
+            rows += (z_1.data_ptr(), y.data_ptr(), sampled.stride, sampled.offset)
     return struct.pack(f"{len(rows)}q", *rows)

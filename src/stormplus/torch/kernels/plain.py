@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from stormplus.torch._sharding import is_dense
-from stormplus.torch._tensors import Number, Numbers, Objective, TensorGroup, accumulator_dtype
+from stormplus.torch._tensors import Number, Numbers, TensorGroup, accumulator_dtype
 from stormplus.untuned_rule import INTERPOLATION
 
 _CHUNK = 1 << 17  # elements: 512 kB in float32, so that temporaries stay in a CPU's cache
@@ -43,16 +43,13 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """Move the parameters by -alpha d, with alpha = lr eta, and subtract g~ from d."""
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
-            _write((x, d), moved(x, g, d, group.objective, alpha), skip)
+            g_tilde = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
+            _write((x, d), moved(x, g_tilde, d, alpha), skip)
 
 
-def moved(
-    x: Tensor, g: Tensor, d: Tensor, objective: Objective, alpha: Number
-) -> tuple[Tensor, Tensor]:
+def moved(x: Tensor, g_tilde: Tensor, d: Tensor, alpha: Number) -> tuple[Tensor, Tensor]:
     """Return the new x and d, in the dtype of d."""
-    x = x.to(d.dtype)
-    g_tilde = objective_gradient(x, g, objective)
-    return x - alpha * d, d - g_tilde  # Alg. 1, line 4, and the bracket of line 6
+    return x.to(d.dtype) - alpha * d, d - g_tilde  # Alg. 1, line 4, and the bracket of line 6
 
 
 def estimate(
@@ -65,7 +62,7 @@ def estimate(
     norms = []
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
-            gradient = objective_gradient(x.to(d.dtype), g, group.objective)
+            gradient = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
             new = estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
             _write((d,), (new,), skip)
             norms.append((square_norm(gradient), square_norm(new)))
@@ -89,7 +86,7 @@ def undo_estimate(group: TensorGroup, one_minus_a: float) -> None:
     again, hides d in the same way. Where a is 1, d has no effect.
     """
     for x, g, d in zip(group.params, group.grads, group.estimators):
-        gradient = finite_part(objective_gradient(x.to(d.dtype), g, group.objective))
+        gradient = finite_part(objective_gradient(x.to(d.dtype), g, group.sign, group.l2))
         d.copy_(finite_part((d - gradient) / one_minus_a))
 
 
@@ -108,9 +105,9 @@ class UntunedCoefficients(NamedTuple):
     grad_factor: Numbers  # multiplies g: -1 to maximize, 1 over the scale of a GradScaler
     step: Numbers  # t; with the place of an element it seeds stochastic rounding
 
-    def of(self, columns: Any, device: torch.device) -> UntunedCoefficients:
+    def of(self, indices: Any, device: torch.device) -> UntunedCoefficients:
         """Select some tensors: as arrays on the CPU, as tensors on a device."""
-        rows = [row[columns] for row in self]
+        rows = [row[indices] for row in self]
         on_host = device.type == "cpu" and not torch.compiler.is_compiling()
         if isinstance(self.step, Tensor):
             rows = [row.to(device, non_blocking=True) for row in rows]
@@ -123,9 +120,9 @@ class UntunedCoefficients(NamedTuple):
 def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
 ) -> tuple[Numbers, Numbers]:
-    """Take a step, and return the sums of u^2 and of (z - z_1)^2 over the sample, per tensor.
+    """Take a step, and return the sums of u^2 and of (z - z_1)^2, per tensor.
 
-    A sample without a stride is not measured here.
+    The second is over sampled coordinates; those without a stride are not measured here.
     """
     sums, rows = [], [c if isinstance(c, Tensor) else c.tolist() for c in coefficients]
     for i, (x, g) in enumerate(zip(group.params, group.grads)):
@@ -135,13 +132,13 @@ def untuned_step(
         y, e, s, u = untuned_update(full_precision(x, master), g, old_e, old_s, of_tensor)
         if old_e.dtype != y.dtype:
             place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, dense_strides(x))
-            place = (place + group.samples[i].offset) & 0xFFFFFFFF
+            place = (place + group.coordinates[i].offset) & 0xFFFFFFFF
             e, s = stochastic_round(torch.stack([e, s]), of_tensor.step, place)
         _write((x, old_e, old_s), (y, e, s), skip)  # half-precision x is rounded once, at the end
         if master is not None:
             _write((master,), (y,), skip)
         u_sq = square_norm(u)
-        measured = group.samples[i].stride > 0
+        measured = group.coordinates[i].stride > 0
         sums.append((u_sq, squared_displacement(group, i) if measured else 0 * u_sq))
     u_sq, moved_sq = map(torch.stack, zip(*sums))
     return u_sq, moved_sq
@@ -164,22 +161,22 @@ def untuned_update(
 
 
 def squared_displacement(group: TensorGroup, i: int) -> Tensor:
-    """Return |z - z_1|^2 over the sample of a tensor."""
-    sample = group.samples[i]
-    x, e = sample.of(group.params[i]), sample.of(group.z_minus_x[i])
-    y = full_precision(x, sample.of(group.masters[i]) if group.masters else None)
-    z_1 = sample.part(group.initial_sample[i], len(x))
+    """Return |z - z_1|^2 over the sampled coordinates of a tensor."""
+    coordinates = group.coordinates[i]
+    x, e = coordinates.of(group.params[i]), coordinates.of(group.z_minus_x[i])
+    y = full_precision(x, coordinates.of(group.masters[i]) if group.masters else None)
+    z_1 = coordinates.part(group.initial_sample[i], len(x))
     return square_norm(y + INTERPOLATION * e.to(y.dtype) - z_1)
 
 
 # -- elementwise ---------------------------------------------------------------------------------
 
 
-def objective_gradient(x: Tensor, g: Tensor, objective: Objective) -> Tensor:
+def objective_gradient(x: Tensor, g: Tensor, sign: float, l2: float) -> Tensor:
     """Return the gradient of what is minimized, with x's dtype."""
-    g = g.to(x.dtype) if objective.sign > 0 else -g.to(x.dtype)
+    g = g.to(x.dtype) if sign > 0 else -g.to(x.dtype)
     # Beyond the paper: L2 regularisation is part of the objective, and so of its gradient.
-    return g + objective.l2 * x if objective.l2 else g
+    return g + l2 * x if l2 else g
 
 
 def full_precision(x: Tensor, master: Tensor | None = None) -> Tensor:

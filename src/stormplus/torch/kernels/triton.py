@@ -81,8 +81,8 @@ def untuned_step(
         master=group.masters or params,
         z_1=group.initial_sample,
         sizes=[x.numel() for x in params],
-        strides=[sample.stride for sample in group.samples],
-        offsets=[sample.offset for sample in group.samples],
+        strides=[sampled.stride for sampled in group.coordinates],
+        offsets=[sampled.offset for sampled in group.coordinates],
         # Of tensors in channels_last.
         channels=[1 if x.is_contiguous() else x.shape[1] for x in params],
         pixels=[1 if x.is_contiguous() else x.shape[2:].numel() for x in params],
@@ -99,9 +99,8 @@ def untuned_step(
 
 
 def _pair_tables(group: TensorGroup) -> dict[str, Any]:
-    sign, l2 = group.objective
     lists = {"x": group.params, "g": group.grads, "d": group.estimators}
-    return _tables(**lists) | {"sign": sign, "l2": l2 or None}
+    return _tables(**lists) | {"sign": group.sign, "l2": group.l2 or None}
 
 
 def _empty_sums(group: TensorGroup, *shape: int) -> Tensor:
