@@ -11,7 +11,7 @@ import pandas as pd
 from stormplus_bench import finals, rows, scores, tables
 
 PAGE = Path("docs/benchmark.md")
-NAMES = ("long", "long-held-out", "long-rivals")
+NAMES = ("long", "long-held-out")
 ROWS = [Path(f"docs/results/{name}.jsonl.gz") for name in NAMES]
 
 
