@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 from weakref import WeakSet
@@ -25,20 +26,27 @@ _ADVICE = {  # by the module that drives the training loop
 _FINDERS = ("lightning.pytorch.tuner.", "pytorch_lightning.tuner.", "fastai.callback.schedule")
 
 
+def stack_frames() -> Iterator[FrameType]:
+    """Yield the frame of the function that iterates, and those of its callers."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
 def check_trainer(opt: Any) -> None:
     """Warn if the trainer that takes this step needs a callback; call it at the first step.
 
-    `Untuned` needs one that swaps its average in. A loop under Accelerate may call
-    `optimizer.eval()` later, so that the warning waits for the first save. A paired optimizer needs
-    one in Lightning if gradients are accumulated.
+    `Untuned` needs one that swaps its average in. Under Accelerate, warn at the first save instead,
+    since the loop may call eval() later. A paired optimizer needs one in Lightning if gradients are
+    accumulated.
 
     Raises:
         RuntimeError: If a learning-rate finder drives an `Untuned`.
     """
     averages = hasattr(opt, "at_average")
-    frame: FrameType | None = sys._getframe(1)
     modules, accumulated = [], 1
-    while frame is not None:
+    for frame in stack_frames():
         modules.append(frame.f_globals.get("__name__") or "")
         if modules[-1].startswith(("lightning.pytorch.", "pytorch_lightning.")):
             trainer = frame.f_locals.get("trainer")
@@ -46,7 +54,6 @@ def check_trainer(opt: Any) -> None:
         finder = frame.f_code.co_name.endswith("lr_find") and modules[-1].startswith(_FINDERS)
         if averages and finder:
             raise RuntimeError(NO_FINDER)
-        frame = frame.f_back
     if opt in managed:
         return
     if not averages:

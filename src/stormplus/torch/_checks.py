@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from numbers import Real
-from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from stormplus.torch._sharding import local, norm_groups
 from stormplus.torch._tensors import accumulator_dtype
+from stormplus.trainers import stack_frames
 
 # Modules of wrappers that construct an optimizer on a part of the parameters.
 _SPLITTERS = tuple(
@@ -48,15 +47,13 @@ def check_group(group: dict[str, Any]) -> None:
                 "clone() it, or optimize what it is a view of"
             )
         norm_groups(p)  # raises if it is only a piece
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:  # only the caller distinguishes a part of a model from a whole
+    for frame in stack_frames():  # only the caller distinguishes a part of a model from a whole
         module = frame.f_globals.get("__name__", "")
         if module in _SPLITTERS:
             raise RuntimeError(
                 f"{module} gives the optimizer a part of the parameters, whose norms would be "
                 "wrong: use torch.distributed.fsdp.fully_shard, which shards the state too"
             )
-        frame = frame.f_back
 
 
 def is_expanded(t: Tensor) -> bool:
@@ -107,10 +104,11 @@ def describe_nonfinite(groups: list[dict[str, Any]]) -> str:
 
 def warn(message: str) -> None:
     """Warn with the user's line."""
-    level, frame = 1, sys._getframe(0)
-    inside = ("stormplus", "torch")
-    while frame.f_back is not None and frame.f_globals["__name__"].split(".")[0] in inside:
-        level, frame = level + 1, frame.f_back
+    level = 1
+    for frame in stack_frames():
+        if frame.f_globals["__name__"].split(".")[0] not in ("stormplus", "torch"):
+            break
+        level += 1
     warnings.warn(message, stacklevel=level)
 
 

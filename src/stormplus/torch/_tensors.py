@@ -15,7 +15,7 @@ from torch import Tensor
 from stormplus.torch._sharding import ProcessGroups, SampledCoordinates
 
 State: TypeAlias = dict[str, Any]
-Number: TypeAlias = Any  # a float; a 0-dim tensor where reading it would wait for the device
+Number: TypeAlias = float | Tensor  # 0-dim where reading it would wait for the device
 Numbers: TypeAlias = Any  # an array, or a tensor on a device, with one entry per tensor
 
 _WIDE = {
@@ -68,7 +68,7 @@ class TensorGroup:
     initial_sample: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)  # empty unless in half precision
     coordinates: list[SampledCoordinates] = field(default_factory=list)
-    native_table: bytes | None = None  # kept by native.py between its check and its pass
+    backend_cache: Any = None  # what a backend keeps between its check and its pass
 
     def slice(self, start: int, end: int) -> TensorGroup:
         """Return a group with some of the tensors."""

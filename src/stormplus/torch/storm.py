@@ -268,7 +268,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     def _nonzero_unit(self, unit: Number) -> Number:
         """Return the unit in use: 1 until the first gradient that is not zero."""
-        return unit + (unit == 0) if self._unit == "first" else self._unit
+        return unit + (unit == 0) if isinstance(self._unit, str) else self._unit
 
     def _write_on_device(self, new: State, skip: Tensor | None) -> None:
         """Write the new scalars without reading them, unless the sample is skipped."""
@@ -430,5 +430,5 @@ def _decay_decoupled(group: TensorGroup, decay: Number, skip: Tensor | None) -> 
     torch._foreach_sub_(group.params, decayed)
 
 
-def _on(number: Number, device: torch.device) -> Number:
+def _on(number: Number | None, device: torch.device) -> Any:
     return number.to(device, non_blocking=True) if isinstance(number, Tensor) else number
