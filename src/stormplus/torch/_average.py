@@ -29,7 +29,7 @@ class AveragedOptimizer(BaseOptimizer):
 
     def _start(self, groups: list[TensorGroup]) -> None:
         """Let tensors that get their first gradient start from where they are."""
-        table, xp = self._tensor_table, np if self._tensor_table.on_host else torch
+        table = self._tensor_table
         indices = sorted(index for group in groups for index in group.indices)
         infos, (_, mask) = [self._infos[i] for i in indices], table.index_and_mask(indices)
         constants = {
@@ -47,7 +47,7 @@ class AveragedOptimizer(BaseOptimizer):
                 squares[i] = plain.square_norm(x)
             parts.append((group.process_groups, table.scatter((squares,), group.indices)))
         rms = (self._total(parts)[0] / rows["size"]) ** 0.5
-        ceiling = rule.distance_ceiling(rms, rows["natural_scale"], xp)
+        ceiling = rule.distance_ceiling(rms, rows["natural_scale"], table.xp)
         if table.on_host:
             for info in infos:
                 if not math.isfinite(ceiling[info.index]):

@@ -128,6 +128,7 @@ class ScalarTable:
     Attributes:
         tensor: The table.
         on_host: Whether numbers can be read without waiting for a device.
+        xp: The library of the rows, numpy or torch.
         rows: By name: tensors on a device; on the CPU NumPy views, on which arithmetic with a few
             numbers is several times as fast.
     """
@@ -152,6 +153,7 @@ class ScalarTable:
     def bind(self, *, on_host: bool) -> None:
         """Set where the arithmetic is done; again if the table's memory has moved."""
         self.on_host, self.address = on_host, self.tensor.data_ptr() if on_host else 0
+        self.xp: ModuleType = np if on_host else torch
         rows = self.tensor.numpy() if on_host else self.tensor.unbind()
         self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
 

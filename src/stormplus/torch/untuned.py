@@ -151,23 +151,20 @@ class Untuned(AveragedOptimizer):
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
         skip, grad_scale = self._skip_flag(groups)
-        table, rows, on_host = (
-            self._tensor_table,
-            self._tensor_table.rows,
-            self._tensor_table.on_host,
-        )
-        if skip is not None and on_host:
+        table = self._tensor_table
+        rows, xp = table.rows, table.xp
+        if skip is not None and table.on_host:
             return  # GradScaler has found an overflow
-        first = [group for group in groups if group.is_new]
-        if first:
-            self._start(first)
+        new_groups = [group for group in groups if group.is_new]
+        if new_groups:
+            self._start(new_groups)
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
-        options, xp = self._per_tensor_options(), np if on_host else torch
+        options = self._per_tensor_options()
         _, present = table.index_and_mask([index for group in groups for index in group.indices])
         scalars = rule.UntunedScalars.from_rows(rows)
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
-        with np.errstate(all="ignore") if on_host else nullcontext():
+        with np.errstate(all="ignore") if table.on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
             skip = self._check_parameters(rows["displacement"] + eta, present, skip)
             coefficients = self._coefficients(scalars, eta, options, grad_scale)
@@ -200,11 +197,12 @@ class Untuned(AveragedOptimizer):
         grad_scale: Any,
     ) -> UntunedCoefficients:
         """Return what the passes need to know about each tensor."""
-        alpha, t, rows = options.lr * eta, scalars.step + 1.0, self._tensor_table.rows
+        alpha, t = options.lr * eta, scalars.step + 1.0
         decay = options.weight_decay
-        if options.decays:
-            xp = np if self._tensor_table.on_host else torch
-            decay = rule.decay_factor(decay, alpha, rows["natural_scale"], scalars.ceiling, xp)
+        if options.decays:  # else it is zero
+            table = self._tensor_table
+            natural = table.rows["natural_scale"]
+            decay = rule.decay_factor(decay, alpha, natural, scalars.ceiling, table.xp)
         return UntunedCoefficients(
             alpha=alpha,
             max_move=options.lr * scalars.distance,
@@ -283,16 +281,14 @@ class Untuned(AveragedOptimizer):
             axes = [info.p.ndim + info.p.is_complex() for info in infos]  # in reals
             axes = [n if is_trainable else 0 for n, is_trainable in zip(axes, trainable)]
             eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
-            self._options_key, self._cached_options = (
-                key,
-                _PerTensorOptions(
-                    lr=table.array(lr * factor),
-                    weight_decay=table.array(decay.copy()),
-                    sign=table.array(sign.copy()),
-                    eligible=table.array(eligible),
-                    decays=any(decay > 0 for _, _, decay, _ in by_group),
-                ),
+            self._cached_options = _PerTensorOptions(
+                lr=table.array(lr * factor),
+                weight_decay=table.array(decay.copy()),
+                sign=table.array(sign.copy()),
+                eligible=table.array(eligible),
+                decays=any(decay > 0 for _, _, decay, _ in by_group),
             )
+            self._options_key = key
         options = self._cached_options
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there

@@ -108,9 +108,18 @@ def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
     """Run a pass, and return its sums, two per tensor."""
     table, count = group.backend_cache or _table(group), len(group.params)
     group.backend_cache = table if name == "any_nonfinite" else None  # for the pass that follows
-    sums, dtype = (ctypes.c_double * (2 * count))(), _DTYPES[group.params[0].dtype]
-    shared = table, count, sums, torch.get_num_threads(), group.sign, group.l2, dtype
-    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(_Arguments(*shared, **arguments))) < 0:
+    sums = (ctypes.c_double * (2 * count))()
+    packed = _Arguments(
+        tensors=table,
+        count=count,
+        sums=sums,
+        threads=torch.get_num_threads(),
+        sign=group.sign,
+        l2=group.l2,
+        dtype=_DTYPES[group.params[0].dtype],
+        **arguments,
+    )
+    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(packed)) < 0:
         raise MemoryError("the native passes could not allocate their chunks")
     return sums
 
