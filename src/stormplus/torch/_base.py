@@ -25,13 +25,7 @@ from stormplus.torch._sharding import (
     norm_groups,
     sum_over_processes,
 )
-from stormplus.torch._tensors import (
-    BufferKind,
-    ParamInfo,
-    ScalarTable,
-    State,
-    TensorGroup,
-)
+from stormplus.torch._tensors import BufferKind, ParamInfo, ScalarTable, State, TensorGroup
 from stormplus.torch.kernels import choose_kernels, plain
 from stormplus.versions import split_named_parameters
 

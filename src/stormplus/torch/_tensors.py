@@ -157,11 +157,6 @@ class ScalarTable:
         rows = self.tensor.numpy() if on_host else self.tensor.unbind()
         self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
 
-    def read(self) -> State:
-        """Return the numbers of the only owner by name: floats on the CPU, tensors elsewhere."""
-        (column,) = self.tensor.unbind(1)
-        return dict(zip(self.names, column.tolist() if self.on_host else column.unbind()))
-
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""
         rows = self.rows

@@ -170,7 +170,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if skip is not None:
             self._shared_table.rows["skip"].copy_(skip)  # `estimate` skips the same sample
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        scalars = self._shared_table.read()
+        scalars = self._scalars()
         eta = scalars["step_size"]
         eta_over_unit = eta / self._nonzero_unit(scalars["unit"])  # beyond the paper: the unit
         for group in groups:  # Alg. 1, line 4, and the bracket of line 6
@@ -194,7 +194,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._notify("before_estimate")
         phase, groups = self._shared_state["phase"], self._tensor_groups()
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        scalars, on_host, skip = self._shared_table.read(), self._shared_table.on_host, None
+        scalars, on_host, skip = self._scalars(), self._shared_table.on_host, None
         one_minus_a = 1 - scalars["gain"]
         if self._check_finite and not on_host:
             skip = (scalars["skip"] > 0) & (phase == PENDING)
@@ -218,7 +218,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if not on_host:
             self._write_on_device(new, skip)
         elif all(map(math.isfinite, new.values())):
-            self._shared_table.write(new)
+            for name, value in new.items():
+                self._shared_table.rows[name][0] = value
         elif self._check_finite:
             for group in groups:
                 if phase == PENDING and not group.is_new:
@@ -247,6 +248,12 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 "no parameter has a gradient: the closure must call loss.backward() every time"
             )
         return groups
+
+    def _scalars(self) -> State:
+        """Return the numbers of the run by name: floats on the CPU, tensors elsewhere."""
+        table = self._shared_table
+        (column,) = table.tensor.unbind(1)
+        return dict(zip(table.names, column.tolist() if table.on_host else column.unbind()))
 
     def _next_scalars(self, scalars: State, g_sq: Any, d_sq: Any) -> State:
         """Return the scalars after this sample: a and eta (Alg. 1, line 3), sums and norms."""
