@@ -23,6 +23,7 @@ _ADVICE = {  # by the module that drives the training loop
     "fastai.learner": _CALLBACK.format("UntunedCallback", "fastai", "Learner(cbs=[...])"),
     "deepspeed.": "DeepSpeed was not verified, and its wrapper does not pass optimizer.eval() on",
 }
+_SCALER = "amp.grad_scaler"  # of torch, whose step(opt, closure) calls opt.step(closure)
 _FINDERS = ("lightning.pytorch.tuner.", "pytorch_lightning.tuner.", "fastai.callback.schedule")
 
 
@@ -42,7 +43,8 @@ def check_trainer(opt: Any) -> None:
     accumulated.
 
     Raises:
-        RuntimeError: If a learning-rate finder drives an `Untuned`.
+        RuntimeError: If a learning-rate finder drives an `Untuned`, or `GradScaler.step` a paired
+            optimizer: it would unscale neither gradient.
     """
     averages = hasattr(opt, "at_average")
     modules, accumulated = [], 1
@@ -54,6 +56,12 @@ def check_trainer(opt: Any) -> None:
         finder = frame.f_code.co_name.endswith("lr_find") and modules[-1].startswith(_FINDERS)
         if averages and finder:
             raise RuntimeError(NO_FINDER)
+        scaler = frame.f_code.co_name == "step" and modules[-1].endswith(_SCALER)
+        if not averages and scaler and frame.f_locals["self"].is_enabled():
+            raise RuntimeError(
+                "GradScaler.step does not unscale the gradients of a closure: call "
+                "stormplus.scaled_step(opt, scaler, closure, model) instead"
+            )
     if opt in managed:
         return
     if not averages:

@@ -266,3 +266,9 @@ def test_torch_no_noise_shows_where_there_is_none(options):
     names += () if late else ("error_sq", "innovation_sq")
     for row in observer.rows:
         assert all(abs(row.get(name, 0.0)) < 1e-24 for name in names), row
+
+
+@pytest.mark.parametrize("name", ["plot", "table"])
+def test_an_observer_without_rows_says_how_to_get_some(name):
+    with pytest.raises(ValueError, match="callback=observer"):
+        getattr(Observer(), name)()

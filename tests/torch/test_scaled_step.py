@@ -166,3 +166,23 @@ def test_the_scalers_own_step_says_what_to_do_instead():
     run.scaler.scale(torch.ones((), requires_grad=True)).backward()
     with pytest.raises(TypeError, match="scaled_step"):
         run.scaler.step(run.opt)
+
+
+def test_a_closure_passed_to_the_scaler_is_refused_every_time():
+    model = nn.Linear(3, 1)
+    opt, scaler = StormPlus(model.parameters()), torch.amp.GradScaler("cpu")
+
+    def closure():
+        opt.zero_grad()
+        loss = scaler.scale(model(torch.ones(2, 3)).square().mean())
+        loss.backward()
+        return loss
+
+    for _ in range(2):
+        closure()
+        with pytest.raises(RuntimeError, match="scaled_step"):
+            scaler.step(opt, closure)
+        scaler.update()
+    disabled = torch.amp.GradScaler("cpu", enabled=False)
+    disabled.step(opt, closure)  # as opt.step(closure)
+    assert opt.started

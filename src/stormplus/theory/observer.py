@@ -95,6 +95,7 @@ class Observer:
         """Draw gain and step size, |g| and |d|, and the errors; needs matplotlib."""
         with required("theory"):
             from matplotlib.figure import Figure
+        self._check_rows()
         figure = Figure(figsize=(10, 3.2), layout="constrained")
         for axis, (title, names) in zip(figure.subplots(1, 3), PANELS.items()):
             for name, label in names.items():
@@ -114,6 +115,7 @@ class Observer:
             style: The format. Numbers have 4 digits, in CSV all of them.
             columns: Names of the columns; by default all, in the order of the last row.
         """
+        self._check_rows()
         names = list(columns or self.latest)
         digits = "" if style == "csv" else ".4g"
         cells = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
@@ -126,6 +128,10 @@ class Observer:
             body = _lines("", " & ", r" \\", [head, *cells])
             return f"\\begin{{tabular}}{{{'r' * len(names)}}}\n{body}\\end{{tabular}}\n"
         raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
+
+    def _check_rows(self) -> None:
+        if not self.rows:
+            raise ValueError("the observer has no rows: pass callback=observer, or attach it")
 
     def _due(self, step: int) -> bool:
         return (step - 1) % self.every == 0

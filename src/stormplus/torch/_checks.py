@@ -113,9 +113,9 @@ def warn(message: str) -> None:
 
 
 NO_LR = (
-    "Untuned() accepts only params positionally; it has no learning rate, and Adam's 1e-3 would "
-    "all but stop the run. Leave it out; a scheduler multiplies param_groups[...]['lr'], which is "
-    "1.0, and a group may have a `factor` of its own"
+    "Untuned has no learning rate, and Adam's 1e-3 would all but stop the run. Leave it out; a "
+    "scheduler multiplies param_groups[...]['lr'], which is 1.0, and a group may have its own "
+    "`factor`"
 )
 
 
@@ -124,7 +124,9 @@ def without_lr(init: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > 1 or {"lr", "learning_rate"} & kwargs.keys():
+        if len(args) > 1:
+            raise TypeError(f"Untuned() accepts only params positionally; {NO_LR}")
+        if {"lr", "learning_rate"} & kwargs.keys():
             raise TypeError(NO_LR)
         init(self, *args, **kwargs)
 

@@ -134,8 +134,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if closure is None:
             raise TypeError(f"{type(self).__name__} {_NO_CLOSURE}")
         if not self._trainer_checked:
-            self._trainer_checked = True
             check_trainer(self)
+            self._trainer_checked = True
         if self._keeper.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot call a closure: capture move() and estimate()")
         evaluate = torch.enable_grad()(closure)

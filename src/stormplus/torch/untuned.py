@@ -118,8 +118,8 @@ class Untuned(AveragedOptimizer):
             The closure's loss, or None.
         """
         if not (self._trainer_checked or torch.compiler.is_compiling()):
-            self._trainer_checked = True
             check_trainer(self)
+            self._trainer_checked = True
         loss = None
         if closure is not None and not self._shared_state["averaged"]:
             with torch.enable_grad():
