@@ -209,7 +209,10 @@ def commit() -> str:
 
 
 def table(rows: dict[str, dict[str, dict[str, object]]]) -> str:
-    """Return Markdown: a table for the library, a line each for trainers and benchmark."""
+    """Return Markdown: a table for the library, a line each for trainers and benchmark.
+
+    The versions of what they use are in the rows.
+    """
     order = [name for name in ENVIRONMENTS if name in rows]
     head = ["environment", "python", *SHOWN, "passed", "skipped", "failed", "commit"]
     lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
@@ -219,9 +222,7 @@ def table(rows: dict[str, dict[str, dict[str, object]]]) -> str:
     for name, part in product(order, BESIDE):
         if cells := rows[name].get(part, {}):
             counts = [f"{cells[key]} {key}" for key in ("passed", "skipped", "failed")]
-            found = [f"{key} {value}" for key, value in cells.items() if isinstance(value, str)]
-            text = f"{BESIDE[part]}, in *{name}*: {', '.join(counts)}, with "
-            lines += ["", text + ", ".join(found) + "."]
+            lines += ["", f"{BESIDE[part]}, in *{name}*: {', '.join(counts)}."]
     return "\n".join(lines) + "\n"
 
 
