@@ -10,6 +10,8 @@ from stormplus.jax import simplified_storm_plus, storm, storm_plus, untuned
 
 jax, optax = pytest.importorskip("jax"), pytest.importorskip("optax")
 table = pytest.importorskip("optax.contrib._common_test")
+if not hasattr(table, "_setup_matrix_parabola"):
+    pytest.skip("the table of this optax has fewer targets", allow_module_level=True)
 
 RULES = [storm_plus, simplified_storm_plus, storm, untuned]
 TESTS = sorted(
