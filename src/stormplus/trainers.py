@@ -47,7 +47,7 @@ def check_trainer(opt: Any) -> None:
             optimizer: it would unscale neither gradient.
     """
     averages = hasattr(opt, "at_average")
-    modules, accumulated = [], 1
+    modules, accumulated, scaled = [], 1, False
     for frame in stack_frames():
         modules.append(frame.f_globals.get("__name__") or "")
         if modules[-1].startswith(("lightning.pytorch.", "pytorch_lightning.")):
@@ -56,15 +56,16 @@ def check_trainer(opt: Any) -> None:
         finder = frame.f_code.co_name.endswith("lr_find") and modules[-1].startswith(_FINDERS)
         if averages and finder:
             raise RuntimeError(NO_FINDER)
-        scaler = frame.f_code.co_name == "step" and modules[-1].endswith(_SCALER)
-        if not averages and scaler and frame.f_locals["self"].is_enabled():
+        if frame.f_code.co_name == "step" and modules[-1].endswith(_SCALER):
+            scaled = frame.f_locals["self"].is_enabled()
+    if opt in managed:
+        return
+    if not averages:
+        if scaled:
             raise RuntimeError(
                 "GradScaler.step does not unscale the gradients of a closure: call "
                 "stormplus.scaled_step(opt, scaler, closure, model) instead"
             )
-    if opt in managed:
-        return
-    if not averages:
         if accumulated > 1:
             advice = _CALLBACK.format("StormPlusCallback", "lightning", "Trainer(callbacks=[...])")
             warnings.warn(

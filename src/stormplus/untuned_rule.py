@@ -27,7 +27,8 @@ INTERPOLATION = 0.9
 # Initial value of `walk`; positive, so that `displacement_ratio` and its derivative are finite.
 INITIAL_WALK = 1e-18
 
-_MAX_RATIO = 1e15  # stands for "no tensor has moved"; finite, so that derivatives are
+# Stands for "no tensor has moved"; finite, so that derivatives are, and exact in float32.
+_MAX_RATIO = 2.0**50
 
 
 class UntunedScalars(NamedTuple):
