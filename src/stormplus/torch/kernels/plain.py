@@ -59,14 +59,16 @@ def estimate(
 
     With `finite_only`, elements of g that are not finite are left out of d.
     """
-    norms = []
+    dtype = accumulator_dtype(group.device)
+    # Preallocated: scalars between large temporaries fragment the allocator.
+    g_sq, d_sq = torch.zeros(2, dtype=dtype, device=group.device).unbind()
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
             gradient = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
             new = estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
             _write((d,), (new,), skip)
-            norms.append((square_norm(gradient), square_norm(new)))
-    g_sq, d_sq = (reduce(torch.add, squares) for squares in zip(*norms))
+            g_sq += square_norm(gradient)
+            d_sq += square_norm(new)
     return g_sq, d_sq
 
 
