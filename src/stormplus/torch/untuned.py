@@ -44,12 +44,12 @@ class Untuned(AveragedOptimizer):
         z    <- z - (r / sqrt(t)) g / s                                 fast iterate
         x    <- mean of z over about the last tenth of the run          average
         y     = 0.1 z + 0.9 x                                           parameters
-        r    <- min(max(r, a RMS of z - z_1), R sqrt(1 + A))            starts at R / 200
+        r    <- min(max(r, k RMS(z - z_1)), R sqrt(1 + A))              starts at R / 200
 
     R is the tensor's root mean square at the start, or 1 / sqrt(inputs per output) if that is
-    larger. a is 1, and up to 4 while the steps of the tensor agree. A is 0 unless the steps so far
-    agree in every matrix of the model; while it is 0, no step is larger than R / 60. See
-    docs/untuned-rule.md.
+    larger. k is 1, and up to 4 while the steps of the tensor agree. A is 0 unless the steps so far
+    agree in every matrix of the model. No step is larger than (1 + E) R / 60, where E is the sum
+    of A^2 over the steps so far. See docs/untuned-rule.md.
 
     Call `opt.eval()` before you validate or save a model: it puts the average x into the
     parameters; `opt.train()` puts the iterate back. If the model has BatchNorm, call
