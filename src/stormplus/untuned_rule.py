@@ -200,7 +200,7 @@ def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> 
 def next_evidence(scalars: UntunedScalars, counts: Array, agreement: Array) -> Array:
     """Return E after a step that counts for `counts`: it adds A^2, and nothing is forgotten.
 
-    In a network the steps agree for tens of steps, and the bound that E lifts matters for hundreds.
+    In a network only the first steps agree, and the bound that E lifts matters for hundreds more.
     By then they turn around as often as noise does, so that a rule that forgets E slows both down.
     """
     return scalars.evidence + counts * agreement**2
