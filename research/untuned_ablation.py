@@ -1,6 +1,7 @@
-"""Halve and double each constant of Untuned's rule: `python research/untuned_ablation.py SEED...`.
+"""Change one thing in Untuned's rule: `python research/untuned_ablation.py SEED...`.
 
-Rows go to research/results/untuned_ablation.jsonl; research/untuned_study.py makes their table.
+Each constant is halved and doubled, and other forms take a formula's place. Rows go to
+research/results/untuned_ablation.jsonl; research/untuned_study.py makes their table.
 """
 
 import json
@@ -58,6 +59,26 @@ def scale(factor: float) -> dict[str, Callable[..., Any]]:
     return {"natural_scale": lambda inputs: natural(inputs) * factor}
 
 
+def forgetting(exponent: float) -> dict[str, Callable[..., Any]]:
+    """Let E fall as 1 / c^exponent, c the effective steps, while the steps do not agree."""
+
+    def forgotten(scalars: Any, counts: Any, agreement: Any) -> Any:
+        steps = 1 + scalars.effective_steps.value
+        kept = (steps / (steps + counts)) ** exponent
+        return scalars.evidence * kept + counts * agreement**2
+
+    return {"next_evidence": forgotten}
+
+
+def grown_by(exponent: float) -> dict[str, Callable[..., Any]]:
+    """Let r grow by the ratio to this power, without a limit other than the ceiling."""
+
+    def grown(displacement: Any, ratio: Any) -> Any:
+        return displacement * ratio.clip(1) ** exponent
+
+    return {"grown_distance": grown}
+
+
 CONSTANTS = {
     "200 (start)": start,
     "60 (bound)": bound,
@@ -68,9 +89,16 @@ CONSTANTS = {
     "1/sqrt(m)": scale,
 }
 
+FORMS = {
+    "E falls as 1/sqrt(c)": forgetting(0.5),
+    "E falls as 1/c": forgetting(1.0),
+    "growth max(1, rho)": grown_by(1.0),
+    "growth max(1, rho)^2": grown_by(2.0),
+}
+
 
 def run(constant: str, factor: float, name: str, seed: int) -> dict[str, Any]:
-    changed = CONSTANTS[constant](factor) if constant != AS_IS else {}
+    changed = CONSTANTS[constant](factor) if constant in CONSTANTS else FORMS.get(constant, {})
     before = {key: getattr(untuned_rule, key) for key in changed}
     for key, function in changed.items():
         setattr(untuned_rule, key, function)
@@ -91,7 +119,8 @@ def read() -> list[dict[str, Any]]:
 
 def main(seeds: list[int]) -> None:
     torch.set_num_threads(1)
-    variants = [(AS_IS, 1.0), *((name, f) for name in CONSTANTS for f in (0.5, 2.0))]
+    variants = [(name, f) for name in CONSTANTS for f in (0.5, 2.0)]
+    variants += [(name, 1.0) for name in (AS_IS, *FORMS)]
     for name in WORKLOADS:
         for constant, factor in variants:
             for seed in seeds:

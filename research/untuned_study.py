@@ -26,6 +26,7 @@ OPEN = [
     *("autoencoder-mnist", "resnet-cifar10", "gpt-shakespeare"),
 ]
 TEN = [*OPEN, "cnn-mnist", "bncnn-cifar10"]
+DIGITS = ["mlp-digits", "cnn-digits"]
 NETWORKS = ["autoencoder-mnist", "cnn-mnist", "bncnn-cifar10", "resnet-cifar10", "gpt-shakespeare"]
 METHODS = [
     *("Untuned", "Prodigy", "DoG", "D-Adaptation", "Mechanic", "Schedule-Free", "Adam"),
@@ -41,9 +42,8 @@ def main() -> None:
     profile = profiles.performance_profile(ten)
     bar = budget_share(profile.times, frame).reindex(index=METHODS, columns=TEN)
     study = study_shares(frame[is_variant | (frame["method"] == "Untuned")], profile.target)
-    excess = final_losses(frame) / profile.target
     blocks = {
-        "bar": cells(bar, excess, profile.scores),
+        "bar": summary(bar, profile.scores, validation(frame)),
         "options": options(pd.concat([frame, load("options")])),
         "ablation": ablation(pd.read_json(ABLATION, lines=True)),
     }
@@ -80,44 +80,60 @@ def study_shares(frame: pd.DataFrame, target: pd.Series) -> pd.DataFrame:
     return shares.loc[["Untuned", *order.drop("Untuned")]]
 
 
-def final_losses(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return final losses at the default, methods by workloads."""
-    grid = finals.defaults(frame).pivot(index="method", columns="workload", values="loss")
+def final_losses(frame: pd.DataFrame, which: str = "loss") -> pd.DataFrame:
+    """Return final losses at the default, methods by workloads; `valid_loss` is the other one."""
+    grid = finals.defaults(frame).pivot(index="method", columns="workload", values=which)
     return grid.rename(index=without_prefix)
+
+
+def validation(frame: pd.DataFrame) -> pd.Series:
+    """Return validation losses over the best of the methods', geometric means over networks."""
+    losses = final_losses(frame, "valid_loss").loc[METHODS, [*DIGITS, *NETWORKS]]
+    return np.exp(np.log(losses / losses.min()).mean(axis=1))
 
 
 def without_prefix(name: str) -> str:
     return name.removeprefix(PREFIX)
 
 
-def cells(shares: pd.DataFrame, excess: pd.DataFrame, scores: pd.Series) -> str:
-    """Bold: the share of the budget until the target. In brackets: final loss / target."""
-    over = excess.loc[shares.index, shares.columns].map(lambda value: f"({value:.2g})")
-    text = shares.map(lambda share: f"**{share:.2f}**").where(shares.notna(), over)
-    found = [f"{count} of {shares.shape[1]}" for count in shares.notna().sum(axis=1)]
-    text.insert(0, "reached", found)
-    text.insert(1, "profile score", [f"{scores[name]:.2f}" for name in shares.index])
-    return tables.Table("", "", text.rename_axis("method")).markdown()
+def summary(shares: pd.DataFrame, scores: pd.Series, valid: pd.Series) -> str:
+    """One line per method; the figure has its shares of the budget, workload by workload."""
+    columns = {
+        "reached": [f"{count} of {shares.shape[1]}" for count in shares.notna().sum(axis=1)],
+        "profile score": [f"{scores[name]:.2f}" for name in shares.index],
+        "validation loss": [f"{valid[name]:.2f}" for name in shares.index],
+    }
+    frame = pd.DataFrame(columns, shares.index)
+    return tables.Table("", "", frame.rename_axis("method")).markdown()
 
 
 def options(frame: pd.DataFrame) -> str:
-    """Final training losses of Untuned as it is, then with one option each."""
-    losses = final_losses(frame)
-    chosen = load("options")["method"].unique()
-    table = losses.loc[["Untuned", *map(without_prefix, chosen)], NETWORKS]
+    """Final training and validation losses of Untuned as it is, then with one option each."""
+    chosen = ["Untuned", *map(without_prefix, load("options")["method"].unique())]
+    train, valid = (
+        final_losses(frame, which).loc[chosen, NETWORKS].map(tables.number)
+        for which in ("loss", "valid_loss")
+    )
+    table = (train + " / " + valid).replace(" / ", "")
     return tables.Table("", "", table.rename_axis("with")).markdown()
 
 
 def ablation(frame: pd.DataFrame) -> str:
-    """Changes of the median final training loss with a constant halved, then doubled."""
-    order = frame["constant"].unique()
-    medians = frame.pivot_table(
-        "train_loss", ["constant", "factor"], "workload", aggfunc="median", sort=False
-    )
-    changes = (medians / medians.loc["as it is", 1.0] - 1).map(lambda share: f"{100 * share:+.1f}")
-    halved, doubled = (changes.xs(factor, level="factor") for factor in (0.5, 2.0))
-    table = (halved + ", " + doubled).loc[[name for name in order if name != "as it is"]]
-    return tables.Table("", "", table.rename_axis("constant")).markdown()
+    """Mean changes of the losses in per cent: a constant halved and doubled, or another form."""
+    table = {
+        **{name: relative_changes(part, "train_loss") for name, part in frame.groupby("workload")},
+        "validation loss of all three": relative_changes(frame, "valid_loss"),
+    }
+    return tables.Table("", "", pd.DataFrame(table).rename_axis("changed")).markdown()
+
+
+def relative_changes(frame: pd.DataFrame, loss: str) -> pd.Series:
+    """Return means over runs by what was changed, and the median of their standard errors."""
+    runs = frame.pivot_table(loss, ["constant", "factor"], ["workload", "seed"], sort=False)
+    changes = 100 * (runs / runs.loc["as it is", 1.0] - 1).drop("as it is")
+    means = changes.mean(axis=1).map("{:+.1f}".format).groupby(level=0, sort=False).agg(", ".join)
+    means["standard error"] = f"{changes.sem(axis=1).median():.1f}"
+    return means
 
 
 if __name__ == "__main__":

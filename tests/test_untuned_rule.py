@@ -185,6 +185,12 @@ def test_the_distance_grows_faster_while_the_steps_agree(library):
     np.testing.assert_allclose(found.distance, expected, rtol=1e-13)
 
 
+def test_weight_decay_alone_does_not_raise_the_distance_to_the_ceiling(library):
+    """Without a gradient there is no random walk, so that the ratio is huge: four times at most."""
+    found = library.after(alpha=0.005, mean_square=0.0, displacement=0.01)
+    np.testing.assert_allclose(found.distance, 0.04, rtol=1e-14)
+
+
 def test_steps_that_agree_raise_the_ceiling(library):
     """The squares are 16 and 2 times R^2, the walk's 0.5: the least agreement, 4 - 1, counts."""
     before = {"ceiling": 2.0, "walk": 0.5}

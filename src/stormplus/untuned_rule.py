@@ -197,6 +197,15 @@ def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> 
     return (least % _MAX_RATIO).clip(1.0)  # 0, then 1, if no tensor has moved
 
 
+def next_evidence(scalars: UntunedScalars, counts: Array, agreement: Array) -> Array:
+    """Return E after a step that counts for `counts`: it adds A^2, and nothing is forgotten.
+
+    In a network only the first steps agree, and the bound that E lifts matters for hundreds more.
+    By then they turn around as often as noise does, so that a rule that forgets E slows both down.
+    """
+    return scalars.evidence + counts * agreement**2
+
+
 def after_step(
     scalars: UntunedScalars,
     *,
@@ -236,7 +245,7 @@ def after_step(
         ceiling=ceiling,
         effective_steps=_add(scalars.effective_steps, counts),
         walk=walk,
-        evidence=scalars.evidence + counts * (least - 1.0) ** 2,
+        evidence=next_evidence(scalars, counts, least - 1.0),
     )
 
 
