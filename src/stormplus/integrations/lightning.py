@@ -91,7 +91,7 @@ class StormPlusCallback(Callback):
     """Makes `StormPlus`, `SimplifiedStormPlus` and `Storm` exact under Lightning's trainer.
 
     With automatic optimization the two evaluations of a step see the same micro-batches and
-    random numbers, running statistics move once, and `self.log` and torchmetrics see the second
+    random numbers, running statistics move once, and `self.log` and torchmetrics see the first
     evaluation only. With manual optimization call
     `opt.step(same_sample(opt.optimizer, self)(closure))`.
 
@@ -105,7 +105,6 @@ class StormPlusCallback(Callback):
         self._log_diagnostics = log
         self._installed = ExitStack()
         self._replay: Replay | None = None
-        self._last: Callable[[], Any] | None = None  # evaluates the last micro-batch
         self._resumed: dict[str, Any] | None = None
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -131,12 +130,8 @@ class StormPlusCallback(Callback):
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not replay.running:
-                batch = trainer._results.batch
-                again = partial(_evaluate_again, trainer, opt, batch, args, kwargs)
-                replay.record(self._last or again)
-            counts = not opt.started or opt.pending
-            with nullcontext() if counts else _without_logging(pl_module):
-                return user_training_step(*args, **kwargs)
+                replay.record(partial(_evaluate_again, trainer, opt, args, kwargs))
+            return user_training_step(*args, **kwargs)
 
         def optimizer_step(epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
             def first() -> Any:
@@ -145,13 +140,11 @@ class StormPlusCallback(Callback):
                     raise _SampleSkipped
                 return loss
 
-            self._last = closure
             try:
                 user_optimizer_step(epoch, batch_idx, optimizer, first)
             except _SampleSkipped:
                 pass
             finally:
-                self._last = None
                 replay.finish()
 
         self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
@@ -218,13 +211,13 @@ class _SampleSkipped(Exception):
     """Raised when `training_step` returned None: the user skips this batch."""
 
 
-def _evaluate_again(trainer: Any, opt: PairedOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
-    """Evaluate a micro-batch that is not the last: DDP does not synchronise its gradient."""
-    strategy, results = trainer.strategy, trainer._results
+def _evaluate_again(trainer: Any, opt: PairedOptimizer, args: Any, kwargs: Any, last: bool) -> None:
+    """Evaluate a micro-batch as Lightning's loop does; DDP synchronises after the last one."""
+    strategy = trainer.strategy
+    waits = isinstance(strategy, DDPStrategy) and not last
     with (
-        strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext(),
-        _replaced(results, "batch", batch),  # `self.log` weighs by its size
-        _replaced(results, "batch_size", None),  # Lightning's cache of that size
+        strategy.block_backward_sync() if waits else nullcontext(),
+        _without_logging(trainer.lightning_module),
     ):
         output = call._call_strategy_hook(trainer, "training_step", *args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.torch import PairedOptimizer, same_sample
 from stormplus.trainers import managed
 
@@ -41,28 +42,29 @@ class Replay:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
-        self._micro_batches: list[Callable[[], Any]] = []
+        self._micro_batches: list[Callable[[bool], Any]] = []
         self._sample: same_sample | None = None
         self._stepped = False
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._pass_closure)
         managed.add(opt)
 
-    @property
-    def recording(self) -> bool:
-        """Whether a micro-batch of the present sample has been recorded."""
-        return self._sample is not None
+    def record(self, evaluate: Callable[[bool], Any]) -> None:
+        """Record a micro-batch, before its first evaluation.
 
-    def record(self, evaluate: Callable[[], Any]) -> None:
-        """Record a micro-batch, before its first evaluation; `evaluate` repeats that."""
+        Args:
+            evaluate: Called as `evaluate(last)` to repeat that evaluation; gradients need to be
+                synchronised over processes only if this is the last micro-batch of the sample.
+        """
         if self._sample is None:
+            restart_if_written(self.opt)
             self._sample = same_sample(self.opt, self._model).__enter__()
         streams = self.opt.random_streams()
 
-        def evaluate_again() -> None:
+        def evaluate_again(last: bool) -> None:
             if self.opt.replays_rng:
                 streams.rewind()
-            evaluate()
+            evaluate(last)
 
         self._micro_batches.append(evaluate_again)
 
@@ -75,6 +77,7 @@ class Replay:
         if not stepped or self.opt.pending:
             sample.restore()  # the sample does not count
         sample.__exit__(None, None, None)
+        record_versions(self.opt)
 
     def remove(self) -> None:
         """End the sample and let `step()` require a closure again."""
@@ -124,8 +127,9 @@ class Replay:
         self.running = True
         try:
             self.opt.zero_grad()
+            last = self._micro_batches[-1]
             for evaluate_again in self._micro_batches:
-                evaluate_again()
+                evaluate_again(evaluate_again is last)
             self._process()
         finally:
             self.running = False
