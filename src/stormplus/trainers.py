@@ -89,12 +89,12 @@ def _check_paired(opt: Any, callers: list[tuple[str, FrameType]]) -> None:
             )
         if opt in managed:
             continue
-        if module.endswith("amp.grad_scaler") and frame.f_code.co_name == "step":
-            if frame.f_locals["self"].is_enabled():
-                raise RuntimeError(
-                    "GradScaler.step does not unscale the gradients of a closure: call "
-                    "stormplus.scaled_step(opt, scaler, closure, model) instead"
-                )
+        scaled = module.endswith("amp.grad_scaler") and frame.f_code.co_name == "step"
+        if scaled and frame.f_locals["self"].is_enabled():
+            raise RuntimeError(
+                "GradScaler.step does not unscale the gradients of a closure: call "
+                "stormplus.scaled_step(opt, scaler, closure, model) instead"
+            )
         trainer = frame.f_locals.get("trainer")
         accumulated = getattr(trainer, "accumulate_grad_batches", 1)
         if module.startswith(("lightning.pytorch.", "pytorch_lightning.")) and accumulated > 1:

@@ -129,17 +129,13 @@ class _EndOfStep(TrainerCallback):
 def _check(trainer: Any, opt: Any) -> None:
     if not isinstance(opt, PairedOptimizer):
         raise TypeError(
-            f"StormPlusTrainer is for StormPlus, SimplifiedStormPlus and Storm, got "
-            f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None). "
+            f"StormPlusTrainer got {type(opt).__name__}: pass optimizers=(StormPlus(...), None). "
             "Untuned needs transformers.Trainer with callbacks=[UntunedCallback()]"
         )
     kind = trainer.accelerator.distributed_type
     if kind not in VERIFIED or trainer.args.n_gpu > 1:
         name = "DataParallel" if kind in VERIFIED else kind.value
-        raise ValueError(
-            f"{name} has not been verified with two evaluations per step: use one device or DDP "
-            "(torchrun)"
-        )
+        raise ValueError(f"{name} has not been verified: use one device or DDP (torchrun)")
     if trainer.args.max_grad_norm > 0 and trainer.is_world_process_zero():
         warnings.warn(
             f"max_grad_norm={trainer.args.max_grad_norm:g} (the default is 1.0) {CLIPPING}: "

@@ -6,7 +6,7 @@ evaluates only the last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -44,8 +44,8 @@ class UntunedCallback(AverageCallback, Callback):
             raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
         if self._recalibrate_batches and not pl_module.automatic_optimization:
             raise ValueError(
-                "recalibrate_batches calls training_step again, which steps with manual "
-                "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
+                "recalibrate_batches would step with manual optimization: leave it out, and call "
+                "stormplus.recalibrate in on_validation_start"
             )
         for config in trainer.lr_scheduler_configs:
             by_step = config.interval == "step"
@@ -258,8 +258,8 @@ def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
     if not paired:
         names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
-            f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
-            "return one of them from configure_optimizers. Untuned needs UntunedCallback"
+            f"StormPlusCallback got {names}: return StormPlus from configure_optimizers. Untuned "
+            "needs UntunedCallback"
         )
     return paired
 
@@ -279,7 +279,7 @@ def _check(trainer: Any, pl_module: LightningModule) -> None:
         raise TypeError(f"{type(plugin).__name__} does not pass the closure on: use bf16-mixed")
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise TypeError(
-            f"the strategy {type(strategy).__name__} has not been verified: use one device or "
+            f"{type(strategy).__name__} has not been verified: use one device or "
             'strategy="ddp", or FSDP2 in your own loop (docs/many-machines.md)'
         )
     if _has_swa(trainer):
