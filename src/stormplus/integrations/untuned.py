@@ -41,6 +41,8 @@ class Average:
         model: nn.Module | None = None,
         recalibrate_batches: int = 0,
     ) -> None:
+        if recalibrate_batches < 0:
+            raise ValueError(f"recalibrate_batches must be at least 0, got {recalibrate_batches}")
         self.optimizers = list(optimizers)
         managed.update(self.optimizers)
         self._model = model
