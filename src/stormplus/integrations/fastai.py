@@ -85,7 +85,7 @@ class StormPlusCallback(Callback):
 
     order = 1000  # last: batch transforms are done, gradients clipped
     run_valid = False
-    _replay: Replay | None = None
+    _replay: Any = None  # a Replay while an epoch trains
 
     def before_train(self) -> None:
         """Raise if a callback or the optimizer would silently make the gradients wrong."""
