@@ -139,7 +139,8 @@ def test_the_loss_that_is_reported_is_the_first_evaluations(name, dtype, tmp_pat
     losses = plain_run(epochs=1, dtype=dtype).losses
     every = {"huggingface": {"logging_strategy": "steps", "logging_steps": 1}}
     run = fit(name, tmp_path, epochs=1, **every.get(name, {}))
-    assert run.losses == pytest.approx([losses[0], *losses[1::2]], rel=1e-3)
+    close = 1e-3 if name == "huggingface" else 1e-5  # it rounds to four digits
+    assert run.losses == pytest.approx([losses[0], *losses[1::2]], rel=close)
 
 
 # -- Untuned -------------------------------------------------------------------------------------
