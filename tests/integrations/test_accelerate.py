@@ -12,9 +12,13 @@ from accelerate import Accelerator
 from accelerate_cases import closure_for
 from trainer_cases import (
     ROWS,
+    Run,
+    assert_same_runs,
     data,
     fit,
     network,
+    plain_run,
+    snapshot,
     warnings_with,
 )
 
@@ -38,6 +42,24 @@ def test_a_closure_that_would_be_dropped_is_refused():
         opt.step()
     opt.step(closure)
     assert net.evaluations == 1
+
+
+@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
+def test_model_and_optimizer_in_two_calls_with_validations(kind):
+    accelerator, run = Accelerator(cpu=True), Run()
+    run.net = network()
+    run.opt = kind(run.net.parameters())
+    model, opt = prepare(accelerator, run.net), prepare(accelerator, run.opt)
+    for i, (x, y) in batches():
+        torch.manual_seed(i)
+        opt.step(closure_for(accelerator, model, opt, x, y))
+        run.states.append(snapshot(run.net))
+        model.eval()
+        with torch.no_grad():
+            model(x)
+        assert kind is StormPlus or run.opt.at_average
+        model.train()
+    assert_same_runs(run, plain_run(kind=kind, epochs=1))
 
 
 def test_what_is_refused():

@@ -100,6 +100,20 @@ def test_a_frozen_layer_that_is_written_to_restarts_nothing(tmp_path):
     assert run.opt.grad_evaluations == 2 * SAMPLES - 1
 
 
+@pytest.mark.parametrize("options", [
+    {"eval_strategy": "no"},
+    {"eval_strategy": "steps", "eval_steps": 5},
+    {"save_strategy": "best", "metric_for_best_model": "loss"},
+], ids=["no evaluation", "other steps", "best"])  # fmt: skip
+def test_every_checkpoint_is_an_average(tmp_path, options):
+    run, plain = fit(tmp_path, kind=Untuned, watch=True, **options), untuned_run()
+    assert_same_states(run.states, plain.states)
+    assert len(run.saved) > 1
+    for step, state in (*run.saved.items(), *run.validated.items()):
+        if step > 1:  # after one step the two are the same
+            assert_at_average(state, plain, step)
+
+
 def test_the_best_model_is_an_average(tmp_path):
     class First(TrainerCallback):  # the first evaluation is the best
         def on_evaluate(self, args, state, control, metrics, **kwargs):

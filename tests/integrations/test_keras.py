@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -16,6 +17,7 @@ from keras_cases import (
     Model,
     StormPlusModelMixin,
     StormPlusOptimizer,
+    compiled,
     fitted,
     keras,
     keras_distance,
@@ -88,14 +90,32 @@ def test_a_learning_rate_that_keras_changes(method):
 # -- weights and states --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
-def test_a_saved_model_continues(tmp_path, method):
-    """Without a seed generator: Keras itself does not save where those stand."""
+def whole_model(folder, method):
     first = fitted(keras_network(seeded=False), epochs=1, method=method)
-    first.trainer.save(tmp_path / "half.keras")
-    again = keras.saving.load_model(tmp_path / "half.keras")
+    first.trainer.save(folder / "half.keras")
+    again = keras.saving.load_model(folder / "half.keras")
     assert type(again) is Model
-    second = fitted(again, epochs=1, first=BATCHES)
+    return first, fitted(again, epochs=1, first=BATCHES)
+
+
+def backup(folder, method):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    first, saves, loads = Run(), *(keras.callbacks.BackupAndRestore(folder / "b") for _ in range(2))
+    with suppress(KeyboardInterrupt):
+        fitted(keras_network(seeded=False), saves, Stop(), run=first, method=method)
+    again = compiled(keras_network(seed=1, seeded=False), method)
+    return first, fitted(again, loads, first=BATCHES)
+
+
+@pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
+@pytest.mark.parametrize("way", [whole_model, backup], ids=lambda way: way.__name__)
+def test_other_ways_to_resume(tmp_path, way, method):
+    """Without a seed generator: Keras itself does not save where those stand."""
+    first, second = way(tmp_path, method)
     whole = fitted(keras_network(seeded=False), method=method)
     assert_same_states(first.states + second.states, whole.states)
 
