@@ -128,7 +128,7 @@ def test_numpy_and_torch_agree_with_floats(rule):
         *(
             (partial(StormRule, **{name: bad}), f"{name} must be a positive finite number, got")
             for name in ("theta", "w", "c", "smoothness")
-            for bad in (0, -1.0, math.inf, math.nan, "1", None)
+            for bad in (0, -1.0, math.inf, math.nan, "1", None, np.array(1.0))
         ),
         (partial(StormRule, smoothness=1e-170), r"eta\^2 must be positive and finite, got 0"),
         (partial(StormRule, smoothness=1e170), r"eta\^2 must be positive and finite, got inf"),

@@ -43,19 +43,19 @@ def check_unit(unit: Any) -> float | str:
 def _check_positive(rule: Any) -> None:
     """Raise unless every field of a rule is a positive finite number; store it as a float.
 
-    Arrays, which JAX may be tracing, are left as they are.
+    JAX's arrays, which it may be tracing, are left as they are.
     """
     for field in fields(rule):
         value = getattr(rule, field.name)
-        if _is_array(value):
+        if _is_jax_array(value):
             continue
         if not (isinstance(value, Real) and 0 < float(value) < math.inf):
             raise ValueError(f"{field.name} must be a positive finite number, got {value!r}")
         object.__setattr__(rule, field.name, float(value))  # JSON has no NumPy numbers
 
 
-def _is_array(value: Any) -> bool:
-    return hasattr(value, "dtype") and not isinstance(value, Real)
+def _is_jax_array(value: Any) -> bool:
+    return type(value).__module__.startswith("jax")
 
 
 def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
@@ -157,7 +157,7 @@ class StormRule:
 
     def __post_init__(self) -> None:
         _check_positive(self)
-        if any(map(_is_array, vars(self).values())):
+        if any(map(_is_jax_array, vars(self).values())):
             return
         eta = self.theta / self.w ** (1 / 3)  # the first
         # Products overflow to inf, where `**` would raise OverflowError.
