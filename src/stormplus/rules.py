@@ -179,8 +179,8 @@ class StormRule:
 class _MetaStorm(ABC):
     """What the META-STORM rules share (Liu et al. 2022, arXiv 2209.14853): eta_t = 1 / b_t.
 
-    b_t = (b_0^(1/p) + sum |d_i|^2)^p / a_{t+1}^q with p + 2q = 1. The authors' code has b_0 in
-    place of b_0^(1/p). `sum_d_sq_over_a` holds sum |d_i|^2.
+    b_t = (b_0^(1/p) + sum |d_i|^2)^p / a_{t+1}^q with p + 2q = 1. `sum_d_sq_over_a` holds
+    sum |d_i|^2. docs/theory.md says what was compared with an author's code.
 
     Args:
         a_0: The scale of the gain.
@@ -210,10 +210,7 @@ class _MetaStorm(ABC):
 
 @dataclass(frozen=True)
 class MetaStormSGRule(_MetaStorm):
-    """META-STORM-SG: a_0 is the unit of the gradient. Assumes bounded gradients, not values.
-
-    The authors' code calls a_0^2 what is a_0 here.
-    """
+    """META-STORM-SG: a_0 is the unit of the gradient. Assumes bounded gradients, not values."""
 
     def gain(self, sum_g_sq: Scalar, t: Scalar) -> Scalar:
         return (1 + sum_g_sq / self.a_0**2) ** (-2 / 3)
@@ -223,7 +220,7 @@ class MetaStormSGRule(_MetaStorm):
 class MetaStormNARule(_MetaStorm):
     """META-STORM-NA: the gain falls after a_0 steps, and does not adapt to the noise.
 
-    Assumes neither bounded gradients nor bounded values. Not in the authors' code.
+    Assumes neither bounded gradients nor bounded values.
     """
 
     def gain(self, sum_g_sq: Scalar, t: Scalar) -> Scalar:
