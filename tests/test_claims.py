@@ -1,4 +1,4 @@
-"""What metadata, workflows and the page of versions claim is what `make test-versions` has run."""
+"""What metadata, and the page of versions, claim is what `make test-versions` has run."""
 
 import json
 import re
@@ -72,14 +72,3 @@ def test_the_classifiers_are_the_pythons_that_were_run():
 def test_workflows_are_yaml(path):
     yaml = pytest.importorskip("yaml")
     assert isinstance(yaml.safe_load(path.read_text()), dict)
-
-
-def test_the_matrix_of_versions_is_that_of_the_tool():
-    yaml = pytest.importorskip("yaml")
-    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "versions.yml").read_text())["jobs"]
-    (job,) = jobs.values()
-    matrix = {row["environment"]: row["python"] for row in job["strategy"]["matrix"]["include"]}
-    environments = TOOL["ENVIRONMENTS"]
-    assert matrix == {name: environment.python for name, environment in environments.items()}
-    makefile = (ROOT / "Makefile").read_text()
-    assert re.search(r"^VERSIONS \?= (.+)", makefile, re.MULTILINE)[1].split() == [*environments]

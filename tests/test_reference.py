@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from oracle import Group, algorithm_1
 
 from stormplus import minimize
-from stormplus.rules import AdaStormRule, StormPlusRule, StormRule, make_rule
+from stormplus.rules import AdaStormRule, StormPlusRule, StormRule
 
 METHODS = ("storm+", "simplified-storm+", "storm")
 LATER = ("meta-storm-sg", "meta-storm-na", "normalized-storm", AdaStormRule(50))
@@ -91,29 +91,6 @@ def test_with_unit_first_lr_is_the_length_of_the_first_move():
     assert result.history["sum_g_sq"][0] == pytest.approx(1)
     still = minimize(lambda x, xi: 0 * x, np.ones(2), None, 3, unit="first")
     assert (still.unit, still.x.tolist()) == (1.0, [1, 1])
-
-
-@pytest.mark.parametrize("method", LATER, ids=str)
-def test_rules_that_came_after_run_in_torch_as_in_numpy(method):
-    torch = pytest.importorskip("torch")
-    from stormplus.torch import PairedOptimizer
-
-    class Later(PairedOptimizer):
-        rule = make_rule(method)
-
-    p = torch.nn.Parameter(torch.ones(3, dtype=torch.float64))
-    opt, rng = Later([p], lr=0.5, unit="first"), np.random.default_rng(0)
-    for _ in range(50):
-        xi = draw(rng)
-
-        def closure(xi=xi):
-            p.grad = torch.from_numpy(wavy(p.detach().numpy(), xi))
-            return 0.0
-
-        opt.step(closure)
-    result = minimize(wavy, np.ones(3), draw, 50, method=method, lr=0.5, unit="first", rng=0)
-    np.testing.assert_allclose(p.detach(), result.x, rtol=1e-10)
-    assert opt.diagnostics()["step_size"] == pytest.approx(result.step_size)
 
 
 def test_a_rule_object_is_a_method_and_history_a_dict_of_arrays():

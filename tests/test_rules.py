@@ -74,7 +74,7 @@ def run(rule, squares):
          [1 / 4, 2 ** (-2 / 3) / 3]),
         # T = 1000, alpha = 1/4: a = 1/100; eta = min(1/10, (1000 S)^(-1/4)) with S = sum |d|^2,
         # which is 4 and then 160. The two are equal at S = 10.
-        (AdaStormRule(1000.0), [(5.0, 4.0), (5.0, 156.0)], [0.01, 0.01],
+        (AdaStormRule(1000.0, 1 / 4), [(5.0, 4.0), (5.0, 156.0)], [0.01, 0.01],
          [0.1, 160_000 ** (-1 / 4)]),
     ],
     ids=lambda value: type(value).__name__ if callable(value) else "",
@@ -128,7 +128,7 @@ def test_numpy_and_torch_agree_with_floats(rule):
         *(
             (partial(StormRule, **{name: bad}), f"{name} must be a positive finite number, got")
             for name in ("theta", "w", "c", "smoothness")
-            for bad in (0, -1.0, math.inf, math.nan, "1", None)
+            for bad in (0, -1.0, math.inf, math.nan, "1", None, np.array(1.0))
         ),
         (partial(StormRule, smoothness=1e-170), r"eta\^2 must be positive and finite, got 0"),
         (partial(StormRule, smoothness=1e170), r"eta\^2 must be positive and finite, got inf"),
@@ -145,7 +145,7 @@ def test_constants_are_checked(make, message):
 
 def test_names_and_options_are_checked():
     assert RULES["storm"] == StormRule()
-    assert RULES["ada-storm"] == AdaStormRule(1000, alpha=0.25)
+    assert RULES["ada-storm"] == AdaStormRule(1000, alpha=0.3)
     assert StormRule(theta=np.float32(0.5), w=1) == StormRule(theta=0.5, w=1.0)
     assert json.dumps(rules.describe(StormRule(theta=np.float32(0.5))))  # a checkpoint has it
     with pytest.raises(ValueError, match=r"method must be one of storm\+, .*, got 'adam'"):

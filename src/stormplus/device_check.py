@@ -81,7 +81,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def count(device: torch.device, step: Step) -> Counts:
-    """Take a step, and count."""
+    """Take a step, and count its launches, syncs and copies."""
     syncs = _syncs(step) if device.type == "cuda" else None
     activities = [
         activity
@@ -140,11 +140,11 @@ def count_events(events: Iterable[Any]) -> dict[str, int]:
 
 
 def check_device(name: str, shapes: Shapes | None = None) -> bool:
-    """Check the optimizers on a device, print what was found, and return whether all is well.
+    """Check the optimizers on a device, print a report, and return whether all checks passed.
 
-    The steps that are counted and timed are on tensors of these shapes, by default ResNet34's.
+    Steps are counted and timed on tensors of these shapes, by default ResNet34's.
     """
-    device = _present(name)
+    device = _usable_device(name)
     shapes = resnet34_shapes() if shapes is None else shapes
     print(f"device           {describe(device)}")
     print(f"torch            {torch.__version__}")
@@ -184,7 +184,8 @@ def check_device(name: str, shapes: Shapes | None = None) -> bool:
     return all(passed)
 
 
-def _present(name: str) -> torch.device:
+def _usable_device(name: str) -> torch.device:
+    """Return the device of this name after one sum on it, or raise `NoDeviceError`."""
     try:
         device = torch.device(name)
         if float(torch.ones(2, device=device).sum()) == 2:

@@ -86,14 +86,11 @@ def minimize(
     single = not isinstance(x0, (list, tuple)) or all(map(np.isscalar, x0))
     blocks = [_as_float64(block) for block in ([x0] if single else x0)]
     sizes = [block.size for block in blocks]
-    ends = np.cumsum(sizes).tolist()
 
     def shaped(v: Array) -> Any:
         """Return a copy of a vector of all coordinates, shaped like `x0`."""
-        parts = [
-            v[end - block.size : end].reshape(block.shape).copy()
-            for block, end in zip(blocks, ends)
-        ]
+        vectors = np.split(v, np.cumsum(sizes)[:-1])
+        parts = [part.reshape(block.shape).copy() for part, block in zip(vectors, blocks)]
         return parts[0] if single else parts
 
     def gradient(x: Array, xi: Any) -> Array:

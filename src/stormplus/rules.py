@@ -29,12 +29,6 @@ from typing import Any, NamedTuple, TypeAlias
 Scalar: TypeAlias = Any
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise if `value` is not one of `choices`."""
-    if value not in choices:
-        raise ValueError(f"{name} must be one of {', '.join(choices)}, got {value!r}")
-
-
 def check_unit(unit: Any) -> float | str:
     """Return the unit of the gradient: "first", or a positive finite number."""
     if isinstance(unit, str):
@@ -47,12 +41,21 @@ def check_unit(unit: Any) -> float | str:
 
 
 def _check_positive(rule: Any) -> None:
-    """Raise unless every field of a rule is a positive finite number; store it as a float."""
+    """Raise unless every field of a rule is a positive finite number; store it as a float.
+
+    JAX's arrays, which it may be tracing, are left as they are.
+    """
     for field in fields(rule):
         value = getattr(rule, field.name)
+        if _is_jax_array(value):
+            continue
         if not (isinstance(value, Real) and 0 < float(value) < math.inf):
             raise ValueError(f"{field.name} must be a positive finite number, got {value!r}")
         object.__setattr__(rule, field.name, float(value))  # JSON has no NumPy numbers
+
+
+def _is_jax_array(value: Any) -> bool:
+    return type(value).__module__.startswith("jax")
 
 
 def _two_sum(left: Scalar, right: Scalar) -> tuple[Scalar, Scalar]:
@@ -154,6 +157,8 @@ class StormRule:
 
     def __post_init__(self) -> None:
         _check_positive(self)
+        if any(map(_is_jax_array, vars(self).values())):
+            return
         eta = self.theta / self.w ** (1 / 3)  # the first
         # Products overflow to inf, where `**` would raise OverflowError.
         largest = self.smoothness * self.smoothness * self.c * eta * eta
@@ -161,29 +166,13 @@ class StormRule:
             raise ValueError(f"c L^2 eta^2 must be positive and finite, got {largest} from {self}")
 
     def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
-        return storm_rule(sums, g_sq, d_sq, t, **vars(self))
-
-
-def storm_rule(
-    sums: Sums,
-    g_sq: Scalar,
-    d_sq: Scalar,
-    t: Scalar,
-    *,
-    theta: Scalar,
-    w: Scalar,
-    c: Scalar,
-    smoothness: Scalar,
-) -> Outcome:
-    """Apply `StormRule`, with constants that may be arrays."""
-    del t
-    sum_g_sq = sums.sum_g_sq.plus(g_sq)
-    eta = theta / (w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
-    a = c * smoothness**2 * eta**2  # Eq. (stormChoices), right
-    # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona ensures by its w.
-    a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
-    sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
-    return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
+        sum_g_sq = sums.sum_g_sq.plus(g_sq)
+        eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
+        a = self.c * self.smoothness**2 * eta**2  # Eq. (stormChoices), right
+        # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona ensures by its w.
+        a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
+        sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported
+        return Sums(sum_g_sq, sum_d_sq_over_a), a, eta
 
 
 @dataclass(frozen=True)
@@ -191,7 +180,7 @@ class _MetaStorm(ABC):
     """What the META-STORM rules share (Liu et al. 2022, arXiv 2209.14853): eta_t = 1 / b_t.
 
     b_t = (b_0^(1/p) + sum |d_i|^2)^p / a_{t+1}^q with p + 2q = 1. `sum_d_sq_over_a` holds
-    sum |d_i|^2.
+    sum |d_i|^2. docs/theory.md says what was compared with an author's code.
 
     Args:
         a_0: The scale of the gain.
@@ -256,19 +245,19 @@ class NormalizedStormRule:
 
 @dataclass(frozen=True)
 class AdaStormRule:
-    """Ada-STORM (Jiang et al. 2024, arXiv 2406.01959, Algorithm 1).
+    """Ada-STORM (Jiang et al. 2024, arXiv 2406.01959), Algorithm 1 with Eq. (3).
 
     a = T^(-2/3), eta_t = min(T^(-1/3), T^(-(1-alpha)/3) (sum |d_i|^2)^(-alpha)). Needs the
-    horizon T; assumes bounded variance and smooth samples only. The analysis also takes a first
-    batch of T^(1/3) samples, which is up to the caller. `sum_d_sq_over_a` holds sum |d_i|^2.
+    horizon T; assumes bounded variance and samples that are smooth on average. The first batch of
+    the paper has T^(1/3) samples, which is up to the caller. `sum_d_sq_over_a` holds sum |d_i|^2.
 
     Args:
         horizon: T, the number of samples of the run.
-        alpha: In (0, 1/3).
+        alpha: In (0, 1/3); the paper recommends 0.3.
     """
 
     horizon: float
-    alpha: float = 0.25
+    alpha: float = 0.3
 
     def __post_init__(self) -> None:
         _check_positive(self)
@@ -307,7 +296,8 @@ def make_rule(method: str | Rule, **options: float) -> Rule:
         if options:
             raise TypeError(f"set {', '.join(options)} on the rule object, {method!r}")
         return method
-    check_choice("method", method, tuple(_RULES))
+    if method not in _RULES:
+        raise ValueError(f"method must be one of {', '.join(_RULES)}, got {method!r}")
     known = {field.name: field.default is MISSING for field in fields(_RULES[method])}
     if unknown := sorted(set(options) - set(known)):
         takes = ", ".join(sorted(known)) or "none"

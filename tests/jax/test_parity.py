@@ -13,6 +13,7 @@ from jax_problems import (
     TRANSFORMATIONS,
     Regression,
     assert_trees_close,
+    over,
     run,
 )
 from oracle import Group, algorithm_1
@@ -42,7 +43,7 @@ def end(name, sign=1, **options):
 
 
 @pytest.mark.parametrize("unit", [1.0, 0.3])
-@pytest.mark.parametrize("name", PAIRED)
+@over(PAIRED)
 def test_pairs_equal_the_reference(name, unit):
     """With a unit, the reference minimizes the loss divided by it."""
     params, state = end(name, unit=unit)

@@ -17,6 +17,7 @@ from jax_problems import (
     assert_finite,
     assert_trees_close,
     assert_trees_equal,
+    over,
     quadratic,
     run,
     step_of,
@@ -40,7 +41,7 @@ def test_the_first_call_returns_zero_and_keeps_the_gradient():
     assert (int(state.step), int(state.moves), bool(state.started)) == (1, 0, True)
 
 
-@pytest.mark.parametrize("name", PAIRED)
+@over(PAIRED)
 def test_the_second_evaluation_is_where_the_update_leads(name):
     """x_{t+1} = x_t - eta_t d_t, known before the sample; grad_fn is evaluated there."""
     tx, params = PAIRED[name](0.5), jnp.array([3.0, 4.0])
@@ -114,7 +115,7 @@ def test_update_says_what_grad_fn_is(kwargs, error, message):
 # --- the unit of the gradient -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PAIRED)
+@over(PAIRED)
 def test_with_unit_first_the_scale_of_the_loss_does_not_matter(name):
     plain, state = walk(name, unit="first", lr=0.1)
     for scale in (1e-6, 1e6):
@@ -282,7 +283,7 @@ HOLES = {
 
 
 @pytest.mark.parametrize("wrap", HOLES.values(), ids=HOLES)
-@pytest.mark.parametrize("name", PAIRED)
+@over(PAIRED)
 def test_trees_with_holes_raise(name, wrap):
     """The error is the line to write."""
     with pytest.raises(TypeError, match=r"holes.*write `\w+\(mask=\{.*\}\)`") as caught:

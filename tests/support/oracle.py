@@ -36,8 +36,16 @@ def rule(method, sum_g, sum_d, g_sq, d_sq, t, theta=0.1, w=0.1, c=100.0, smoothn
         eta = theta / np.cbrt(w + sum_g)
         a = min(1.0, c * smoothness**2 * eta**2)
         return sum_g, sum_d + d_sq / a, a, eta
+    if method in ("meta-storm-sg", "meta-storm-na"):  # a_0 = b_0 = 1, p = 1/2, q = 1/4
+        a = 1 / np.cbrt(1 + (sum_g if method == "meta-storm-sg" else t)) ** 2
+        return sum_g, sum_d + d_sq, a, a**0.25 / np.sqrt(1 + sum_d + d_sq)
+    if method == "ada-storm":  # T = 200, alpha = 0.3
+        eta = min(1 / np.cbrt(200), 200 ** (-0.7 / 3) / (sum_d + d_sq) ** 0.3)
+        return sum_g, sum_d + d_sq, 1 / np.cbrt(200) ** 2, eta
     a = 1 / np.cbrt(1 + sum_g) ** 2 if method == "storm+" else 1 / np.cbrt(t) ** 2
     sum_d = sum_d + d_sq / a
+    if method == "normalized-storm":
+        return sum_g, sum_d, a, a / np.sqrt(d_sq)
     return sum_g, sum_d, a, 1 / np.cbrt(sum_d)
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from stormplus.theory import bounds, lemmas, trace_run
 from stormplus.theory.bounds import main_theorem_constants, square_sums, sum_of_gradients
-from stormplus.theory.problems import BoundedNonConvex, Constants, outlier_regression
+from stormplus.theory.problems import BoundedNonConvex, outlier_regression
 
 METHODS = ("storm+", "simplified-storm+", "storm")
 few, one_of = settings(max_examples=25, deadline=None), st.sampled_from
@@ -157,17 +157,16 @@ def test_equations_eps_tau_star_basis_full_eps_basis_and_zt_bound_1(seed, sigma,
 def test_equations_eps_final_part_a_eps_bound_first_part_and_final_form(sigma, height, steps):
     """E is the mean over 20 runs; the right sides are larger by orders of magnitude."""
     problem = BoundedNonConvex(3, sigma, height=height)
+    smoothness, grad_bound = problem.constants.smoothness, problem.constants.grad_bound
 
     def traces(method):
         return [trace_run(problem, steps, method=method, rng=seed) for seed in range(20)]
 
     found = [
-        bounds.expected_error_simplified(traces("simplified-storm+"), problem.constants),
-        *bounds.expected_error(traces("storm+"), problem.constants),
+        bounds.expected_error_simplified(traces("simplified-storm+"), smoothness, sigma),
+        *bounds.expected_error(traces("storm+"), smoothness, grad_bound),
     ]
     assert all(inequality.left > 0 and inequality.holds() for inequality in found)
-    with pytest.raises(ValueError, match="need L, G and sigma"):
-        bounds.expected_error([], Constants(smoothness=1.0))
 
 
 def test_constants_of_the_main_theorem_and_of_the_first_error():

@@ -122,6 +122,9 @@ def test_errors_say_what_to_do():
         minimize(PROBLEM.grad, PROBLEM.start(), PROBLEM.sample, 3, rng=0, callback=Observer())
     with pytest.raises(ValueError, match="window and every must be at least 1, got 0 and 1"):
         Observer(window=0)
+    for method in (Observer().plot, Observer().table):
+        with pytest.raises(ValueError, match="has no rows: pass callback=observer"):
+            method()
     parameter = [torch.nn.Parameter(torch.zeros(1))]
     for other in (torch.optim.SGD(parameter, lr=1.0), Untuned(parameter)):
         with pytest.raises(TypeError, match=rf"pairs of gradients.*got {type(other).__name__}"):
@@ -266,9 +269,3 @@ def test_torch_no_noise_shows_where_there_is_none(options):
     names += () if late else ("error_sq", "innovation_sq")
     for row in observer.rows:
         assert all(abs(row.get(name, 0.0)) < 1e-24 for name in names), row
-
-
-@pytest.mark.parametrize("name", ["plot", "table"])
-def test_an_observer_without_rows_says_how_to_get_some(name):
-    with pytest.raises(ValueError, match="callback=observer"):
-        getattr(Observer(), name)()

@@ -31,7 +31,6 @@ PROBLEMS = {
     "noiseless": problems.BoundedNonConvex(4, 0.0),
     "logistic": problems.breast_cancer(batch_size=3),
     "outliers": problems.outlier_regression(50, 4)[0],
-    "parity": problems.digits_parity(batch_size=2),
     "phase": problems.measured_image(problems.digit_image())[0],
     "nmf": planted_nmf((6, 9), 2, batch_size=5)[0],
     "completion": planted_completion((5, 7), 2)[0],
@@ -175,7 +174,6 @@ def test_robust_regression_recovers_coefficients_that_least_squares_misses():
 
 def test_data_and_helpers_are_what_they_say():
     assert problems.breast_cancer().data["features"].shape == (569, 31)
-    assert problems.digits_parity().data["features"].shape == (1797, 62)
     assert problems.digit_image(3).shape == (8, 8)
     assert problems.digits_nmf(rank=5, images=100).dim == 5 * (64 + 100)
     assert problems.sample_image("flower").shape == (106, 160)

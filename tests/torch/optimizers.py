@@ -12,7 +12,13 @@ import pytest
 import torch
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
-from stormplus.rules import Sums
+from stormplus.rules import (
+    AdaStormRule,
+    MetaStormNARule,
+    MetaStormSGRule,
+    NormalizedStormRule,
+    Sums,
+)
 from stormplus.torch import PairedOptimizer
 from tests.support.oracle import algorithm_1
 from tests.support.problems_for_tests import Network
@@ -35,6 +41,22 @@ class OwnRule:
 
 class Own(PairedOptimizer):
     rule = OwnRule()
+
+
+class MetaStormSG(PairedOptimizer):
+    rule = MetaStormSGRule()
+
+
+class MetaStormNA(PairedOptimizer):
+    rule = MetaStormNARule()
+
+
+class NormalizedStorm(PairedOptimizer):
+    rule = NormalizedStormRule()
+
+
+class AdaStorm(PairedOptimizer):
+    rule = AdaStormRule(200)
 
 
 def with_rule(params, rule):
@@ -121,6 +143,10 @@ CASES = [
     *(Case(f"StormPlus {name}", StormPlus, "storm+", path) for name, path in PATHS.items()),
     Case("SimplifiedStormPlus", SimplifiedStormPlus, "simplified-storm+"),
     Case("Storm", Storm, "storm"),
+    Case("MetaStormSG", MetaStormSG, "meta-storm-sg"),
+    Case("MetaStormNA", MetaStormNA, "meta-storm-na"),
+    Case("NormalizedStorm", NormalizedStorm, "normalized-storm"),
+    Case("AdaStorm", AdaStorm, "ada-storm"),
     Case("Own", Own, own_formula),
     Case("Untuned", Untuned, buffers=("z_minus_x", "grad_rms", "initial_sample")),
 ]

@@ -15,7 +15,6 @@ of the parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -41,7 +40,6 @@ from stormplus.rules import (
     StormRule,
     Sum,
     Sums,
-    storm_rule,
 )
 
 
@@ -178,10 +176,7 @@ def storm(
         mask=mask,
         gradient_transform=gradient_transform,
     )
-    constants: dict[str, Any] = {"theta": theta, "w": w, "c": c, "smoothness": smoothness}
-    # Arrays may be traced, so only the other constants can be checked.
-    StormRule(**{k: v for k, v in constants.items() if not isinstance(v, jax.Array)})
-    return _paired("storm", partial(storm_rule, **constants), options)
+    return _paired("storm", StormRule(theta, w, c, smoothness), options)  # type: ignore[arg-type]
 
 
 def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:

@@ -9,7 +9,7 @@ import numpy as np
 
 from stormplus.reference import minimize
 from stormplus.theory.lemmas import Inequality, beta, inverse_beta_tilde, tau_star
-from stormplus.theory.problems.base import Array, Constants, Objective
+from stormplus.theory.problems.base import Array, Objective
 
 
 class Trace(NamedTuple):
@@ -136,26 +136,28 @@ def main_theorem_constants(
     return MainConstants(kappa, offset + (smoothness * grad_bound**4) ** 1.5)
 
 
-def expected_error_simplified(traces: Sequence[Trace], known: Constants) -> Inequality:
+def expected_error_simplified(
+    traces: Sequence[Trace], smoothness: float, noise: float
+) -> Inequality:
     """Eq. (EpsFinalPartA), with the mean over runs of simplified STORM+ for E.
 
     E sum |eps_t|^2 <= 72 L^2 T^(2/9) (E sum |d_t|^2)^(1/3) + 24 sigma^2 T^(1/3).
     """
-    smoothness, _, noise = _require(known)
     T = len(traces[0].d)
     drift = 72 * smoothness**2 * T ** (2 / 9) * _mean(trace.d for trace in traces) ** (1 / 3)
     error = _mean(trace.error for trace in traces)
     return Inequality(error, drift + 24 * noise**2 * T ** (1 / 3))
 
 
-def expected_error(traces: Sequence[Trace], known: Constants) -> tuple[Inequality, Inequality]:
+def expected_error(
+    traces: Sequence[Trace], smoothness: float, grad_bound: float
+) -> tuple[Inequality, Inequality]:
     """Eqs. (EpsBoundFirstPart) and (FinalFormSplitCases), the mean over runs of STORM+ for E.
 
     E sum_{t<=tau*} |eps_t|^2 <= 2 C_1 / beta + 24 (L^2 / beta) D^(1/3), with C_1 = 12 + 2 G^2 and
     D = E sum |d_t|^2; and (1/3) E sum |eps_t|^2 <= 24 L^2 / (beta beta~) D^(1/3)
     + 2 C_1 / (beta beta~) + 2 G^2 + (1024 L^3 + 12) (1 + E sum |g_t|^2)^(1/3) + D / 64.
     """
-    smoothness, grad_bound, _ = _require(known)
     threshold = beta(grad_bound)
     d_sum, g_sum = _mean(trace.d for trace in traces), _mean(trace.g for trace in traces)
     early = _mean(t.error[: tau_star(t.gain.tolist(), grad_bound)] for t in traces)
@@ -169,10 +171,3 @@ def expected_error(traces: Sequence[Trace], known: Constants) -> tuple[Inequalit
 def _mean(parts: Iterable[Array]) -> float:
     """Return the mean over runs of sum_t |row_t|^2."""
     return float(np.mean([square_sums(rows) for rows in parts]))
-
-
-def _require(known: Constants) -> tuple[float, float, float]:
-    """Return L, G and sigma, or raise if the problem does not have them all."""
-    if known.smoothness is None or known.grad_bound is None or known.noise is None:
-        raise ValueError(f"the bounds need L, G and sigma, got {known}")
-    return known.smoothness, known.grad_bound, known.noise

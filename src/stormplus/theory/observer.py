@@ -267,15 +267,15 @@ class Attachment(AbstractContextManager["Attachment"]):
         self._x = {p: p.detach().clone() for p in d}
         if self._g:  # otherwise attached halfway: no g_t yet
             self._pair = {
-                "innovation_sq": _apart(d, self._g_tilde),
-                "two_sample_sq": _apart(self._g, self._g_tilde),
+                "innovation_sq": _square_distance(d, self._g_tilde),
+                "two_sample_sq": _square_distance(self._g, self._g_tilde),
             }
 
     def _after_estimate(self) -> None:
         g, pair = self._gradients(), self._pair
         if pair is not None:
-            pair["move_sq"] = _apart({p: p.detach() for p in self._x}, self._x)
-            pair["drift_sq"] = _apart(g, self._g_tilde)
+            pair["move_sq"] = _square_distance({p: p.detach() for p in self._x}, self._x)
+            pair["drift_sq"] = _square_distance(g, self._g_tilde)
         self._g = g
         self._drop_pair()
         seen = self.optimizer.diagnostics()
@@ -285,8 +285,8 @@ class Attachment(AbstractContextManager["Attachment"]):
 
             with torch.enable_grad():
                 g_bar = self._gradients(self.observer.full_grad())
-            errors["true_error_sq"] = _apart(self._estimators(), g_bar)
-            errors["true_noise_sq"] = _apart(g, g_bar)
+            errors["true_error_sq"] = _square_distance(self._estimators(), g_bar)
+            errors["true_noise_sq"] = _square_distance(g, g_bar)
         self.observer._record(step, seen, errors, pair)
 
     def _gradients(self, of_loss: Iterable[Tensor | None] | None = None) -> Vectors:
@@ -311,7 +311,7 @@ class Attachment(AbstractContextManager["Attachment"]):
         return {p: opt.state[p]["estimator"] for p in params if opt.has_estimator(p)}
 
 
-def _apart(left: Vectors, right: Vectors) -> float:
+def _square_distance(left: Vectors, right: Vectors) -> float:
     """Return |left - right|^2 over the parameters that both have, in float64."""
     import torch
 

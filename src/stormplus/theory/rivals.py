@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -31,22 +32,23 @@ class BudgetSpent(Exception):
     """The next gradient would exceed the budget."""
 
 
+@dataclass
 class CountedGradients:
     """Gradients of a finite sum; counts one per data point and raises `BudgetSpent`.
 
     `step_size` is None for that of the method's theory, which needs `smoothness`.
     """
 
-    def __init__(
-        self,
-        problem: FiniteSum,
-        budget: int,
-        rng: np.random.Generator,
-        smoothness: float,
-        step_size: float | None = None,
-    ) -> None:
-        self.problem, self.budget, self.rng, self.spent = problem, budget, rng, 0
-        self.smoothness, self.step_size, self.n = smoothness, step_size, problem.n_samples
+    problem: FiniteSum
+    budget: int
+    rng: np.random.Generator
+    smoothness: float
+    step_size: float | None = None
+    spent: int = 0
+
+    @property
+    def n(self) -> int:
+        return self.problem.n_samples
 
     def draw(self, size: int) -> Indices:
         return self.problem.sample(self.rng, size)
@@ -176,8 +178,7 @@ def minimize_finite_sum(
         **options: `batch_size`; for "spider" also `accuracy`.
 
     Returns:
-        `x`, `x_uniform` (uniform over the iterates after each move), `nit`, `ngev`; and
-        `success`, False if the run diverged.
+        `x`, `nit`, `ngev`, and `success`, False if the run diverged.
     """
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
@@ -187,19 +188,15 @@ def minimize_finite_sum(
     if smoothness is None:
         raise ValueError("the problem has no L: pass smoothness=...")
     rng = np.random.default_rng(rng)
-    (reservoir,) = rng.spawn(1)
-    f, result = CountedGradients(problem, evaluations, rng, smoothness, step_size), OptimizeResult()
-    result.update({"x": x0, "x_uniform": x0, "nit": 0, "ngev": 0, "success": True})
-    result["message"] = "the budget is spent"
-    moves = METHODS[method](f, x0, **options)
+    f = CountedGradients(problem, evaluations, rng, smoothness, step_size)
+    result = OptimizeResult()
+    result.update({"x": x0, "nit": 0, "success": True})
     with suppress(BudgetSpent), np.errstate(over="ignore", invalid="ignore"):
-        for nit, x in enumerate(moves, start=1):
+        for nit, x in enumerate(METHODS[method](f, x0, **options), start=1):
             if not np.isfinite(x).all():
-                result.update({"success": False, "message": "diverged"})
+                result["success"] = False
                 break
             result.update({"x": x, "nit": nit, "ngev": f.spent})
-            if reservoir.integers(nit) == 0:
-                result["x_uniform"] = x
             if callback is not None:
                 callback(result)
     result["ngev"] = f.spent  # includes an anchor after the last move

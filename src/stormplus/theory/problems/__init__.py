@@ -6,13 +6,7 @@ package, only the functions `sample` and `grad`.
 
 from stormplus.theory.problems.base import Constants, FiniteSum, Objective
 from stormplus.theory.problems.bounded import BoundedNonConvex
-from stormplus.theory.problems.data import (
-    breast_cancer,
-    digit_image,
-    digits_nmf,
-    digits_parity,
-    sample_image,
-)
+from stormplus.theory.problems.data import breast_cancer, digit_image, digits_nmf, sample_image
 from stormplus.theory.problems.factor import (
     MatrixCompletion,
     NonNegativeFactorisation,
@@ -29,6 +23,6 @@ from stormplus.theory.problems.rows import (
 __all__ = [
     "BoundedNonConvex", "Constants", "FiniteSum", "MatrixCompletion", "NonConvexLogistic",
     "NonNegativeFactorisation", "Objective", "PhaseRetrieval", "RobustRegression", "breast_cancer",
-    "digit_image", "digits_nmf", "digits_parity", "masked_matrix", "measured_image",
-    "outlier_regression", "sample_image",
+    "digit_image", "digits_nmf", "masked_matrix", "measured_image", "outlier_regression",
+    "sample_image",
 ]  # fmt: skip

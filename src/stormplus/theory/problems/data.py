@@ -18,26 +18,15 @@ def _datasets() -> Any:
     return datasets
 
 
-def _logistic(
-    features: Array, positive: Array, weight: float, batch_size: int
-) -> NonConvexLogistic:
-    """Standardise the columns that vary, and add a column of ones."""
-    spread = features.std(0)
-    a = (features[:, spread > 0] - features[:, spread > 0].mean(0)) / spread[spread > 0]
-    a = np.column_stack([a, np.ones(len(a))])
-    return NonConvexLogistic(a, 2.0 * positive - 1, weight=weight, batch_size=batch_size)
-
-
 def breast_cancer(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogistic:
-    """Return logistic regression on the breast-cancer data (569 rows, 31 columns)."""
+    """Return logistic regression on the breast-cancer data (569 rows, 31 columns).
+
+    The columns are standardised, and one of ones is added.
+    """
     bunch = _datasets().load_breast_cancer()
-    return _logistic(bunch.data, bunch.target, weight, batch_size)
-
-
-def digits_parity(*, weight: float = 0.1, batch_size: int = 1) -> NonConvexLogistic:
-    """Return logistic regression of odd against even digits (1797 rows, 62 columns)."""
-    bunch = _datasets().load_digits()
-    return _logistic(bunch.data, bunch.target % 2, weight, batch_size)
+    a = (bunch.data - bunch.data.mean(0)) / bunch.data.std(0)
+    a = np.column_stack([a, np.ones(len(a))])
+    return NonConvexLogistic(a, 2.0 * bunch.target - 1, weight=weight, batch_size=batch_size)
 
 
 def digit_image(index: int = 0) -> Array:
