@@ -125,11 +125,10 @@ def tensor_parallel(steps, mesh, **options):
     if "data" in names:
         data_rank, data_size = mesh["data"].get_local_rank(), mesh["data"].size()
         fully_shard(model, mesh=mesh["data"])
-    loop, collectives = Loop(model, make_optimizer(model, **options)), Collectives()
+    loop = Loop(model, make_optimizer(model, **options))
     for batch in batches(steps):
-        collectives.step(loop, share(batch, data_rank, data_size))
-    first = next(model.parameters())
-    return loop.result(placements=str(first.placements), sent=len(collectives.seen))
+        loop.step(share(batch, data_rank, data_size))
+    return loop.result(placements=str(next(model.parameters()).placements))
 
 
 class TwoBranches(nn.Module):
@@ -165,20 +164,13 @@ def unused_parameters(steps, size=None):
     return result(model, opt) | {"missing": missing}
 
 
-def normalised(steps, momentum, halves):
-    """BatchNorm and dropout; returns what the layer saw, its buffers and the dropped units."""
+def normalised(steps, halves):
+    """BatchNorm and dropout; returns what BatchNorm has counted and the dropped units."""
     rank, size = place()
-    model = DDP(Normalised(momentum))
+    model, masks = DDP(Normalised()), []
     torch.manual_seed(100 + rank)  # every rank drops other units
     opt = StormPlus(model.parameters())
-    kept, loop = UniformIterate(model), Loop(model, opt)
-    seen, buffers, masks = [], [], []
-
-    def look(module, inputs):
-        u = inputs[0].detach()
-        seen.append({"running_mean": u.mean(dim=0), "running_var": u.var(dim=0)})
-
-    model.module.norm.register_forward_pre_hook(look)
+    loop = Loop(model, opt)
     model.module.drop.register_forward_hook(
         lambda _, inputs, out: masks.append((out == 0) & (inputs[0] != 0))
     )
@@ -189,9 +181,7 @@ def normalised(steps, momentum, halves):
                 loop.move_and_estimate(mine)
         else:
             opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
-        buffers.append({k: b.clone() for k, b in model.module.norm.named_buffers()})
-        kept.update()
-    return loop.result(seen=seen[::2], buffers=buffers, masks=masks, chosen=kept.chosen)
+    return loop.result(counted=int(model.module.norm.num_batches_tracked), masks=masks)
 
 
 # -- bad gradients -------------------------------------------------------------------------------
