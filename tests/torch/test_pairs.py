@@ -72,15 +72,6 @@ def test_the_unit_is_the_first_gradient_that_is_not_zero_with_weight_decay():
     assert opt.diagnostics()["unit"] == pytest.approx(0.5 * float(p.detach().norm()))
 
 
-def test_a_first_gradient_that_is_not_finite_is_not_the_unit():
-    p = parameter(1.0)
-    opt = StormPlus([p], unit="first")
-    with pytest.raises(FloatingPointError):
-        given(opt, p, float("inf"))
-    given(opt, p, 3.0)
-    assert opt.diagnostics()["unit"] == 3.0
-
-
 # -- move and estimate ---------------------------------------------------------------------------
 
 
