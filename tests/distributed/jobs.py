@@ -78,38 +78,35 @@ def partly_sharded(steps, **options):
 
 
 class Collectives(TorchDispatchMode):
-    """Records (name, elements) of every collective that torch dispatches outside `evaluate`."""
+    """Records (name, elements) of every collective that torch dispatches."""
 
     def __init__(self):
         super().__init__()
-        self.seen, self.watching = [], True
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
-        if self.watching and name.startswith(("c10d.", "_c10d_functional.")):
+        if name.startswith(("c10d.", "_c10d_functional.")):
             first = args[0]
             while isinstance(first, (list, tuple)):
                 first = first[0]
             self.seen.append((name.split(".")[1], first.numel()))
         return func(*args, **(kwargs or {}))
 
-    def step(self, loop, batch):
-        def closure():
-            self.watching = False
-            loss = loop.evaluate(batch)
-            self.watching = True
-            return loss
-
-        with self:
-            loop.opt.step(closure)
-
 
 def collectives_per_step(steps, mesh=None, **options):
+    """Returns those of the optimizer, without those of the backward passes."""
     model, seen = fsdp(mesh=mesh), []
     loop = Loop(model, make_optimizer(model, **options))
     for batch in batches(steps):
-        collectives = Collectives()
-        collectives.step(loop, share(batch, *place()))
+        mine, collectives = share(batch, *place()), Collectives()
+        if loop.opt.started:
+            loop.evaluate(mine)
+            with collectives:
+                loop.opt.move()
+        loop.evaluate(mine)
+        with collectives:
+            loop.opt.estimate()
         seen.append(collectives.seen)
     return seen
 

@@ -11,9 +11,8 @@ long = pytest.mark.long
 
 
 @long
-@pytest.mark.parametrize("constructor", wrapper_jobs.CONSTRUCTORS)
-def test_zero_redundancy_optimizer_is_refused(cluster, constructor):
-    cluster.run(2, wrapper_jobs.zero_redundancy, constructor)
+def test_zero_redundancy_optimizer_is_refused(cluster):
+    cluster.run(2, wrapper_jobs.zero_redundancy)
 
 
 @pytest.mark.parametrize(
