@@ -78,38 +78,35 @@ def partly_sharded(steps, **options):
 
 
 class Collectives(TorchDispatchMode):
-    """Records (name, elements) of every collective that torch dispatches outside `evaluate`."""
+    """Records (name, elements) of every collective that torch dispatches."""
 
     def __init__(self):
         super().__init__()
-        self.seen, self.watching = [], True
+        self.seen = []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = str(func)
-        if self.watching and name.startswith(("c10d.", "_c10d_functional.")):
+        if name.startswith(("c10d.", "_c10d_functional.")):
             first = args[0]
             while isinstance(first, (list, tuple)):
                 first = first[0]
             self.seen.append((name.split(".")[1], first.numel()))
         return func(*args, **(kwargs or {}))
 
-    def step(self, loop, batch):
-        def closure():
-            self.watching = False
-            loss = loop.evaluate(batch)
-            self.watching = True
-            return loss
-
-        with self:
-            loop.opt.step(closure)
-
 
 def collectives_per_step(steps, mesh=None, **options):
+    """Returns those of the optimizer, without those of the backward passes."""
     model, seen = fsdp(mesh=mesh), []
     loop = Loop(model, make_optimizer(model, **options))
     for batch in batches(steps):
-        collectives = Collectives()
-        collectives.step(loop, share(batch, *place()))
+        mine, collectives = share(batch, *place()), Collectives()
+        if loop.opt.started:
+            loop.evaluate(mine)
+            with collectives:
+                loop.opt.move()
+        loop.evaluate(mine)
+        with collectives:
+            loop.opt.estimate()
         seen.append(collectives.seen)
     return seen
 
@@ -125,11 +122,10 @@ def tensor_parallel(steps, mesh, **options):
     if "data" in names:
         data_rank, data_size = mesh["data"].get_local_rank(), mesh["data"].size()
         fully_shard(model, mesh=mesh["data"])
-    loop, collectives = Loop(model, make_optimizer(model, **options)), Collectives()
+    loop = Loop(model, make_optimizer(model, **options))
     for batch in batches(steps):
-        collectives.step(loop, share(batch, data_rank, data_size))
-    first = next(model.parameters())
-    return loop.result(placements=str(first.placements), sent=len(collectives.seen))
+        loop.step(share(batch, data_rank, data_size))
+    return loop.result(placements=str(next(model.parameters()).placements))
 
 
 class TwoBranches(nn.Module):
@@ -165,20 +161,13 @@ def unused_parameters(steps, size=None):
     return result(model, opt) | {"missing": missing}
 
 
-def normalised(steps, momentum, halves):
-    """BatchNorm and dropout; returns what the layer saw, its buffers and the dropped units."""
+def normalised(steps, halves):
+    """BatchNorm and dropout; returns what BatchNorm has counted and the dropped units."""
     rank, size = place()
-    model = DDP(Normalised(momentum))
+    model, masks = DDP(Normalised()), []
     torch.manual_seed(100 + rank)  # every rank drops other units
     opt = StormPlus(model.parameters())
-    kept, loop = UniformIterate(model), Loop(model, opt)
-    seen, buffers, masks = [], [], []
-
-    def look(module, inputs):
-        u = inputs[0].detach()
-        seen.append({"running_mean": u.mean(dim=0), "running_var": u.var(dim=0)})
-
-    model.module.norm.register_forward_pre_hook(look)
+    loop = Loop(model, opt)
     model.module.drop.register_forward_hook(
         lambda _, inputs, out: masks.append((out == 0) & (inputs[0] != 0))
     )
@@ -189,9 +178,7 @@ def normalised(steps, momentum, halves):
                 loop.move_and_estimate(mine)
         else:
             opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
-        buffers.append({k: b.clone() for k, b in model.module.norm.named_buffers()})
-        kept.update()
-    return loop.result(seen=seen[::2], buffers=buffers, masks=masks, chosen=kept.chosen)
+    return loop.result(counted=int(model.module.norm.num_batches_tracked), masks=masks)
 
 
 # -- bad gradients -------------------------------------------------------------------------------

@@ -42,12 +42,12 @@ class Tanh(nn.Module):
 class Normalised(nn.Module):
     """BatchNorm and dropout."""
 
-    def __init__(self, momentum):
+    def __init__(self):
         super().__init__()
         torch.manual_seed(0)
         self.first = nn.Linear(6, 8, dtype=torch.float64)
         self.last = nn.Linear(8, 1, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(8, momentum=momentum, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, u):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.torch.optimizers import assert_same
 
 pytestmark = pytest.mark.long
 
@@ -66,71 +67,30 @@ def test_fsdp2_example_resumes_with_four_processes_in_two_replicas(tmp_path):
     assert accuracy(resumed) > 0.8
 
 
-STEPS = 120
+def test_a_killed_process_is_restarted_and_ends_with_the_same_weights(tmp_path):
+    def elastic(name, restarts=0):
+        arguments = ("--out", tmp_path / name, "--steps", 120, "--every", 10)
+        return command(2, "elastic.py", *arguments, restarts=restarts)
 
+    def workers():
+        """Process ids, and after which step they started."""
+        found = re.findall(r"is process (\d+) and starts after step (\d+)", log.read_text())
+        return [(int(pid), int(step)) for pid, step in found]
 
-def elastic(out, restarts=0):
-    arguments = ("--out", out, "--steps", STEPS, "--every", 10)
-    return command(2, "elastic.py", *arguments, restarts=restarts)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory):
-    out = tmp_path_factory.mktemp("uninterrupted")
-    subprocess.run(elastic(out), check=True, timeout=SECONDS, env=ENVIRONMENT)
-    return torch.load(out / "weights.pt")
-
-
-def start(out, log, restarts):
+    subprocess.run(elastic("whole"), check=True, timeout=SECONDS, env=ENVIRONMENT)
+    log, deadline = tmp_path / "log", time.monotonic() + SECONDS
     with log.open("w") as file:
-        return subprocess.Popen(
-            elastic(out, restarts), stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT
+        process = subprocess.Popen(
+            elastic("killed", restarts=1), stdout=file, stderr=subprocess.STDOUT, env=ENVIRONMENT
         )
-
-
-def wait_for_checkpoints(out, process, log, count=3):
-    deadline = time.monotonic() + SECONDS
-    while len(list(out.glob("step-*/.metadata"))) < count:
+    while len(list(tmp_path.glob("killed/step-*/.metadata"))) < 3:
         assert process.poll() is None, log.read_text()
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.005)
-
-
-def workers(log):
-    """Process ids and where they started from."""
-    found = re.findall(r"rank (\d) is process (\d+) and starts after step (\d+)", log.read_text())
-    return [(int(pid), int(step)) for _, pid, step in found]
-
-
-def assert_same_weights(out, expected):
-    weights = torch.load(out / "weights.pt")
-    assert weights.keys() == expected.keys()
-    assert all(torch.equal(weights[name], expected[name]) for name in expected)
-
-
-def test_a_killed_process_is_restarted_and_ends_with_the_same_weights(tmp_path, uninterrupted):
-    out, log = tmp_path / "out", tmp_path / "log"
-    process = start(out, log, restarts=1)
-    wait_for_checkpoints(out, process, log)
-    os.kill(workers(log)[1][0], signal.SIGKILL)
+    os.kill(workers()[1][0], signal.SIGKILL)
     assert process.wait(timeout=SECONDS) == 0, log.read_text()
-    starts = [step for _, step in workers(log)]
+    starts = [step for _, step in workers()]
     assert starts[:2] == [0, 0]
     assert starts[2] == starts[3] >= 30  # both went on from a checkpoint
-    assert_same_weights(out, uninterrupted)
-
-
-def test_a_killed_machine_goes_on_with_the_same_command(tmp_path, uninterrupted):
-    out, log = tmp_path / "out", tmp_path / "log"
-    process = start(out, log, restarts=0)
-    wait_for_checkpoints(out, process, log)
-    process.kill()  # first torchrun, which would otherwise notice
-    for pid, _ in workers(log):
-        os.kill(pid, signal.SIGKILL)
-    process.wait(timeout=SECONDS)
-    assert not (out / "weights.pt").exists()
-
-    second = start(out, log, restarts=0)
-    assert second.wait(timeout=SECONDS) == 0, log.read_text()
-    assert all(step >= 30 for _, step in workers(log))
-    assert_same_weights(out, uninterrupted)
+    whole, killed = (torch.load(tmp_path / name / "weights.pt") for name in ("whole", "killed"))
+    assert_same(killed, whole)

@@ -10,10 +10,21 @@ from stormplus import StormPlus, Untuned
 long = pytest.mark.long
 
 
+REFUSED = {
+    "ZeroRedundancyOptimizer": (wrapper_jobs.zero_redundancy, {}),
+    "PostLocalSGDOptimizer": (wrapper_jobs.post_local_sgd, {}),
+    "FSDP1": (wrapper_jobs.fsdp1, {"use_orig_params": False}),
+    "FSDP1, original": (wrapper_jobs.fsdp1, {"use_orig_params": True}),
+    "FSDP1, made before": (wrapper_jobs.fsdp1, {"use_orig_params": True, "before": True}),
+    "a part of a sum": (wrapper_jobs.partial_sum, {}),
+}
+
+
 @long
-@pytest.mark.parametrize("constructor", wrapper_jobs.CONSTRUCTORS)
-def test_zero_redundancy_optimizer_is_refused(cluster, constructor):
-    cluster.run(2, wrapper_jobs.zero_redundancy, constructor)
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_hands_over_a_part_or_has_no_closure_is_refused(cluster, name):
+    job, options = REFUSED[name]
+    cluster.run(2, job, **options)
 
 
 @pytest.mark.parametrize(
@@ -38,40 +49,14 @@ def test_step_in_backward_with_one_untuned_per_parameter():
         p.register_post_accumulate_grad_hook(step)
     for u, y in batches(30):
         bounded_loss(hooked(u), y).backward()
-        assert all(p.grad is None for p in hooked.parameters())
         bounded_loss(looped(u), y).backward()
         for opt in afterwards:
             opt.step()
             opt.zero_grad()
-    for opt in (*in_backward.values(), *afterwards):
-        opt.eval()
     for p, q, start in zip(hooked.parameters(), looped.parameters(), Tanh().parameters()):
+        assert p.grad is None
         assert torch.equal(p, q)
         assert not torch.equal(p, start)
-
-
-@long
-def test_post_local_sgd_is_refused_for_it_has_no_closure(cluster):
-    cluster.run(2, wrapper_jobs.post_local_sgd)
-
-
-@long
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"use_orig_params": False},
-        {"use_orig_params": True},
-        {"use_orig_params": True, "before": True},
-    ],
-    ids=str,
-)
-def test_fsdp1_is_refused(cluster, options):
-    cluster.run(2, wrapper_jobs.fsdp1, **options)
-
-
-@long
-def test_partial_placements_are_refused(cluster):
-    cluster.run(2, wrapper_jobs.partial_sum)
 
 
 @long

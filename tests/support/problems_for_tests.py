@@ -36,22 +36,13 @@ class Network:
     def parameters(self, dtype=torch.float64):
         return [torch.nn.Parameter(torch.tensor(b, dtype=dtype)) for b in self.x0]
 
-    def closure(self, opt, params, xi, calls=None, set_to_none=True):
+    def closure(self, opt, params, xi, calls=None):
         def closure():
             if calls is not None:
                 calls.append(xi)
-            opt.zero_grad(set_to_none=set_to_none)
+            opt.zero_grad()
             loss = self.loss(params, xi)
             loss.backward()
             return loss
 
         return closure
-
-    def run(self, opt, params, samples=None, **options):
-        for xi in self.samples if samples is None else samples:
-            opt.step(self.closure(opt, params, xi, **options))
-
-
-def backward(problem, opt, params, xi):
-    opt.zero_grad()
-    problem.loss(params, xi).backward()

@@ -98,15 +98,14 @@ def loaded(way, at_average=False, ready=False):
             opt.eval()
         if ready:
             new[1].eval()
-        before, generation = everything(opt), new[1].generation
+        saved = values(model)
         way(model, opt, *new[:2], tmp_path)
-        assert new[1].generation > generation
         new[2].load_state_dict(schedule.state_dict())
         for p in model:
             p.detach().fill_(7.0)  # no memory is shared
         opt.reset()
         if at_average:
-            assert_same(values(new[0]), before[0])
+            assert_same(values(new[0]), saved)
             new[1].train()
         return new
 
@@ -213,9 +212,8 @@ def test_dcp_refuses_a_state_saved_at_the_average_unless_eval_was_called(tmp_pat
 @every
 def test_reset_starts_over_from_the_present_point(case):
     run, fresh = Run(case, lr=0.5).train(0, 4), Run(case, lr=0.5)
-    generation, groups = run.opt.generation, run.opt.param_groups
+    groups = run.opt.param_groups
     run.opt.reset()
-    assert run.opt.generation == generation + 1
     assert run.opt.param_groups is groups  # wrappers hold it
     fresh.copy_weights(run)
     assert_same(run.everything(), fresh.everything())
@@ -248,25 +246,22 @@ def test_dcp_loads_with_more_layers_frozen(case, tmp_path):
 
 @every
 def test_user_hooks_see_the_whole_state_and_have_the_last_word(case):
-    run, twin, seen, name = Run(case).train(), Run(case), [], case.buffers[0]
+    run, twin, name = Run(case).train(), Run(case), case.buffers[0]
     p, q = twin.params[:2]
 
-    def count(_, saved):
-        seen.append(numbers(saved)["grad_evaluations"])
-
     def doubled(_, saved):
+        assert numbers(saved)["grad_evaluations"] == run.opt.grad_evaluations
         saved["state"][0][name] = 2 * saved["state"][0][name]
         return saved
 
     def sevens(loaded):
         loaded.state[q][name] = torch.full_like(q, 7.0)
 
-    run.opt.register_state_dict_post_hook(count)
+    run.opt.register_state_dict_post_hook(doubled)
     twin.opt.register_load_state_dict_pre_hook(doubled)
     twin.opt.register_load_state_dict_post_hook(sevens)
     twin.opt.load_state_dict(run.opt.state_dict())
-    assert seen == [run.opt.grad_evaluations]
-    assert torch.equal(twin.opt.state[p][name], 2 * run.opt.state[run.params[0]][name])
+    assert torch.equal(twin.opt.state[p][name], 4 * run.opt.state[run.params[0]][name])
     assert (twin.opt.state[q][name] == 7).all()
 
 
@@ -334,20 +329,17 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_states_are_refused_and_nothing_is_lost(case, name, tmp_path):
     run, (make, message) = Run(case).train(0, 5), REFUSED[name]
-    before, diagnostics, generation = run.everything(), run.opt.diagnostics(), run.opt.generation
+    before, diagnostics = run.everything(), run.opt.diagnostics()
     with pytest.raises(ValueError, match=message):
         run.opt.load_state_dict(make(case, tmp_path))
     assert_same(run.everything(), before)
-    assert (run.opt.diagnostics(), run.opt.generation) == (diagnostics, generation)
+    assert run.opt.diagnostics() == diagnostics
 
 
 OTHER_OPTIONS = {  # the option first: what saves, its options, and those of another optimizer
     "unit": (StormPlus, {"unit": "first"}, {"unit": 2.0}),
     "unit of a rule": (with_rule, {"rule": OwnRule()}, {"rule": OwnRule(unit=0.3)}),
     "theta": (Storm, {"theta": 0.25}, {}),
-    "w": (Storm, {"w": 0.25}, {}),
-    "c": (Storm, {"c": 0.25}, {}),
-    "smoothness": (Storm, {"smoothness": 0.25}, {}),
     "state_dtype": (Untuned, {"state_dtype": torch.bfloat16}, {}),
     "state_dtype of None": (Untuned, {}, {"state_dtype": torch.bfloat16}),
 }

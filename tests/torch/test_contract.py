@@ -19,7 +19,7 @@ from torch.optim import optimizer as torch_optimizer
 
 import stormplus.torch as package
 from tests.support.oracle import Group
-from tests.support.problems_for_tests import Network, backward
+from tests.support.problems_for_tests import Network
 from tests.torch.optimizers import (
     CASES,
     QUICK,
@@ -34,7 +34,6 @@ from tests.torch.optimizers import (
     parameter,
     per_tensor,
     shared_numbers,
-    state_tensors,
     step_sizes,
     values,
 )
@@ -114,29 +113,6 @@ def test_equals_the_oracle_with_groups_and_a_schedule(case, options):
     assert opt.grad_evaluations == (399 if case.paired else 200)
     moved = [np.abs(block - start).max() for block, start in zip(x, problem.x0)]
     assert min(moved) > 1e-3  # the run has been somewhere
-
-
-SCHEDULERS = {
-    "SequentialLR": lambda opt: lr_scheduler.SequentialLR(
-        opt, [lr_scheduler.ConstantLR(opt), lr_scheduler.ExponentialLR(opt, 0.9)], milestones=[3]
-    ),
-    "ReduceLROnPlateau": lambda opt: lr_scheduler.ReduceLROnPlateau(opt, patience=0),
-}
-
-
-@every
-@pytest.mark.parametrize("name", SCHEDULERS)
-def test_a_scheduler_has_the_effect_of_setting_lr_by_hand(case, name):
-    run, by_hand = Run(case, samples=8), Run(case, samples=8)
-    schedule, lrs = SCHEDULERS[name](run.opt), []
-    for i in range(8):
-        lrs.append(run.opt.param_groups[0]["lr"])
-        by_hand.opt.param_groups[0]["lr"] = lrs[-1]
-        run.train(i, i + 1)
-        by_hand.train(i, i + 1)
-        schedule.step(*([1.0] if name == "ReduceLROnPlateau" else []))
-    assert_same(values(run.params), values(by_hand.params))
-    assert len(set(lrs)) > 2
 
 
 @every
@@ -241,19 +217,6 @@ def test_complex_parameters_are_pairs_of_reals(case, options):
 
 
 @every
-def test_a_weight_that_two_layers_share_counts_once(case):
-    layers = nn.Linear(3, 3, bias=False), nn.Tanh(), nn.Linear(3, 3, bias=False)
-    model = nn.Sequential(*layers).double()
-    model[2].weight = model[0].weight
-    w = nn.Parameter(model[0].weight.detach().clone())
-    opt, twin = case(model.parameters()), case([w])
-    for x in noise(10, 4, 3):
-        case.step(opt, on(opt, lambda: model(x).square().mean()))
-        case.step(twin, on(twin, lambda: (torch.tanh(x @ w.T) @ w.T).square().mean()))
-    torch.testing.assert_close(model[0].weight, w, rtol=1e-12, atol=1e-12)
-
-
-@every
 def test_the_state_has_the_promised_size(case):
     p = nn.Parameter(torch.randn(1000, 500))
     tensors = [v for v in case([p]).state_dict()["state"][0].values() if torch.is_tensor(v)]
@@ -262,21 +225,6 @@ def test_the_state_has_the_promised_size(case):
 
 
 # -- gradients -----------------------------------------------------------------------------------
-
-
-@every
-def test_micro_batches_inside_the_closure_are_one_sample(case):
-    run, whole = Run(case), Run(case).train()
-    for u, y in run.problem.samples:
-
-        def evaluate():
-            run.opt.zero_grad()
-            for part in (slice(0, 3), slice(3, 8)):
-                loss = run.problem.loss(run.params, (u[part], y[part]))
-                (loss * len(u[part]) / 8).backward()
-
-        case.step(run.opt, evaluate)
-    torch.testing.assert_close(values(run.params), values(whole.params), rtol=1e-9, atol=1e-12)
 
 
 @every_paired
@@ -305,11 +253,11 @@ def test_a_missing_gradient_is_a_zero_gradient(case, decay):
 def test_gradients_are_never_written_or_kept(case):
     run = Run(case, samples=3, weight_decay=0.5, maximize=True)
     opt, params = run.opt, run.params
-    for xi in run.problem.samples:
+    for i in range(3):
         kept = []
 
         def evaluate():
-            backward(run.problem, opt, params, xi)
+            run.closure(i)()
             kept[:] = [(p.grad, p.grad.clone()) for p in params]
 
         case.step(opt, evaluate)
@@ -347,7 +295,8 @@ def test_a_step_with_a_closure_under_no_grad_returns_its_first_loss(case):
 @pytest.mark.parametrize("bad", [float("-inf"), float("nan")])
 @pytest.mark.parametrize(("when", "named"), [(0, False), (7, True)])
 def test_a_gradient_that_is_not_finite_raises_and_nothing_has_changed(case, bad, when, named):
-    run, twin = (Run(case, named=named, weight_decay=0.1) for _ in range(2))
+    options = {"weight_decay": 0.1} | ({"unit": "first"} if case.paired else {})
+    run, twin = (Run(case, named=named, **options) for _ in range(2))
     events, name = [], r" \('c'\)" if named else r", shape \(3, 5\)"
     run.opt.register_pass_hook(lambda _, event: events.append(event))
     run.train(0, when)
@@ -421,15 +370,6 @@ def test_a_gradient_that_torch_negates_lazily_has_its_sign(case):
 
 
 @every
-def test_state_keeps_its_addresses(case):
-    run = Run(case, samples=2).train()
-    before = state_tensors(run.opt)  # alive, so that their memory is not used for others
-    run.train()
-    moved = [k for k, t in state_tensors(run.opt).items() if t.data_ptr() != before[k].data_ptr()]
-    assert moved == []
-
-
-@every
 def test_an_optimizer_that_is_dropped_frees_its_parameters_at_once(case):
     run = Run(case, samples=4).train()
     alive = [weakref.ref(p) for p in run.params]
@@ -489,32 +429,12 @@ def test_bad_arguments(case, name):
         case(**{"params": P} | options)
 
 
-@pytest.mark.long
 @every
-def test_what_every_optimizer_of_torch_refuses(case):
-    """With the messages of torch's own table of optimizers."""
-    pytest.importorskip("expecttest", reason="torch.testing needs it: pip install expecttest")
-    from torch.testing._internal.common_optimizers import get_error_inputs_for_all_optims
-
-    for wrong in get_error_inputs_for_all_optims("cpu", torch.float32):
-        given = wrong.optimizer_error_input
-        params = P if given.params is None else given.params
-        if "lr" in repr(given) and not case.paired:  # Untuned refuses any lr
-            continue
-        expects = pytest.warns if issubclass(wrong.error_type, Warning) else pytest.raises
-        with expects(wrong.error_type, match=wrong.error_regex):
-            case.cls(params, **given.kwargs)
-
-
-@every
-def test_an_optimizer_of_a_part_of_the_parameters_is_refused(case):
+def test_a_parameter_that_fsdp1_has_flattened_is_refused(case):
     flat = nn.Parameter(torch.ones(2))
     flat._fsdp_flattened = True
     with pytest.raises(RuntimeError, match="fully_shard"):
         case([flat])
-    caller = {"__name__": "torch.distributed.optim.optimizer", "make": case, "params": P}
-    with pytest.raises(RuntimeError, match=caller["__name__"]):
-        exec("make(params)", caller)  # nothing but the caller tells a part from a whole
 
 
 def negative_lr(opt, p):
@@ -592,22 +512,15 @@ def fired():
         handle.remove()
 
 
-def assert_hooks_fire(run, fired, step):
+@every
+def test_step_hooks_fire_once_per_step_and_once_per_pair_of_halves(case, fired):
+    run = Run(case)
     run.opt.register_step_pre_hook(lambda *_: fired.append("before"))
     run.opt.register_step_post_hook(lambda *_: fired.append("after"))
-    for i in range(5):
+    for i in range(6):
+        step = halves if case.paired and i % 2 == 0 else case.step
         step(run.opt, run.closure(i))
-    assert fired == ["before all", "before", "after", "after all"] * 5
-
-
-@every
-def test_step_hooks_fire_once_per_step(case, fired):
-    assert_hooks_fire(Run(case), fired, case.step)
-
-
-@every_paired
-def test_step_hooks_fire_once_per_pair_of_halves(case, fired):
-    assert_hooks_fire(Run(case), fired, halves)
+    assert fired == ["before all", "before", "after", "after all"] * 6
 
 
 @every
@@ -626,7 +539,10 @@ def test_pass_hooks_are_called_until_they_are_removed_and_copies_have_none(case)
     hook = run.opt.register_pass_hook(lambda o, event: events.append((o, event)))
     run.train(0, 2)
     pair = ["before_move", "after_move", "before_estimate", "after_estimate"]
-    names = [*pair[2:], *pair] if case.paired else ["before_step", "after_step"] * 2
+    names = ["before_step", "after_step"] * 2
+    if case.paired:
+        run.opt.restart()
+        names = [*pair[2:], *pair, "restarted"]
     expected = [(run.opt, name) for name in names]
     assert events == expected
     copy.deepcopy(run).train(2, 3)

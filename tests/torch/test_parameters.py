@@ -73,17 +73,6 @@ def test_removing_a_group_has_the_effect_of_freezing_it(case):
 
 
 @every
-def test_a_parameter_that_comes_back_starts_over(case):
-    p, q = parameter(1.0, 2.0), parameter(3.0)
-    opt = case([{"params": [q]}, {"params": [p]}])
-    descend(case, opt, [q, p])
-    group = opt.param_groups.pop()
-    opt.state_dict()
-    opt.add_param_group({"params": group["params"]})
-    assert not opt.state[p]["started"]
-
-
-@every
 def test_a_parameter_that_is_appended_to_a_group_joins_without_a_name(case):
     p, q = parameter(1.0, 2.0), parameter(3.0, 4.0)
     opt = case([("first", p)])

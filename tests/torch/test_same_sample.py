@@ -3,6 +3,8 @@
 import copy
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -47,10 +49,7 @@ def backward(model, opt, x, factor=1.0):
     return loss
 
 
-def take(model, opt, x, way):
-    def evaluate():
-        return backward(model, opt, x)
-
+def take(model, opt, evaluate, way):
     if way == "closure":
         opt.step(same_sample(opt, model)(evaluate))
         return
@@ -62,7 +61,7 @@ def train(model, way, samples=X):
     opt = StormPlus(model.parameters(), lr=0.3)
     for i, x in enumerate(samples):
         torch.manual_seed(i)
-        take(model, opt, x, way)
+        take(model, opt, lambda: backward(model, opt, x), way)
     return opt
 
 
@@ -80,10 +79,6 @@ def by_hand(model, samples=X):
         torch.manual_seed(i)
         backward(model, opt, x)
         opt.estimate()
-
-
-def buffers(model):
-    return {name: buffer.clone() for name, buffer in model.named_buffers()}
 
 
 # -- statistics ----------------------------------------------------------------------------------
@@ -104,69 +99,70 @@ def test_statistics_and_weights_equal_the_run_by_hand(way, momentum):
 
 @ways
 @pytest.mark.parametrize("at", [0, 2])  # the very first sample, and one with two evaluations
-@pytest.mark.parametrize("failure", ["raises", "nan"])
-def test_a_first_evaluation_that_fails_is_not_seen_by_the_statistics(way, at, failure):
+@pytest.mark.parametrize("error", [ZeroDivisionError, FloatingPointError])
+def test_a_first_evaluation_that_fails_is_not_seen_by_the_statistics(way, at, error):
     model = network()
     opt = train(model, way, X[:at])
-    before, bad = buffers(model), X[at].clone()
-    bad[0, 0] = float("nan")
-    kind, sample = (FloatingPointError, bad) if failure == "nan" else (ZeroDivisionError, X[at])
-    hook = model.register_forward_hook(lambda *_: 1 / 0 if failure == "raises" else None)
-    with pytest.raises(kind):
-        take(model, opt, sample, way)
-    hook.remove()
-    assert_same(buffers(model), before)
-    take(model, opt, X[at], way)
+    before = copy.deepcopy(dict(model.named_buffers()))
+
+    def fail():
+        backward(model, opt, X[at], float("nan"))
+        if error is ZeroDivisionError:
+            raise error
+
+    with pytest.raises(error):
+        take(model, opt, fail, way)
+    assert_same(dict(model.named_buffers()), before)
+    take(model, opt, lambda: backward(model, opt, X[at]), way)
     assert model[1].num_batches_tracked == at + 1
     opt.step(lambda: backward(model, opt, X[at + 1]))  # and nothing is left behind
     assert model[1].num_batches_tracked == at + 3
 
 
-@pytest.mark.parametrize(
-    ("failure", "kind"), [("inf", FloatingPointError), ("no backward", RuntimeError)]
-)
 @pytest.mark.parametrize("way", ["closure", "same context", "new context"])
-def test_a_second_evaluation_tried_again_is_the_same_sample(way, failure, kind):
-    # A second evaluation that fails: statistics and masks are those of one clean evaluation.
+def test_a_second_evaluation_tried_again_is_the_same_sample(way):
+    # Statistics and masks are those of one clean evaluation.
     model, expected = network(), network()
-    opt = train(model, "closure", X[:3])
+    opt, calls = train(model, "closure", X[:3]), []
     train(expected, "closure", X[:4])
     torch.manual_seed(3)
-    calls = []
 
     def evaluate():
         calls.append(None)
-        loss = backward(model, opt, X[3], float("inf") if len(calls) == 2 else 1.0)
-        if len(calls) == 2 and failure == "no backward":
-            opt.zero_grad()
-        return loss
+        return backward(model, opt, X[3], float("inf") if len(calls) == 2 else 1.0)
 
     def complete():
         evaluate()
         opt.estimate()
 
-    if way == "closure":
-        with pytest.raises(kind):
-            opt.step(same_sample(opt, model)(evaluate))
-    else:
+    if way == "same context":
         with same_sample(opt, model):
-            with pytest.raises(kind):
+            with pytest.raises(FloatingPointError):
                 halves(opt, evaluate)
-            if way == "same context":
-                complete()
-    if way != "same context":
+            complete()
+    else:
+        with pytest.raises(FloatingPointError):
+            take(model, opt, evaluate, way)
         torch.rand(5)  # the stream goes on elsewhere meanwhile
         with same_sample(opt, model):
             complete()
-    for (name, a), b in zip(model.state_dict().items(), expected.state_dict().values()):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6, msg=name)
+    torch.testing.assert_close(
+        dict(model.state_dict()), dict(expected.state_dict()), rtol=1e-5, atol=1e-6
+    )
 
 
 # -- random numbers ------------------------------------------------------------------------------
 
 
+def draw(generator=None):
+    """Return two random numbers, with time for another thread in between."""
+    first = torch.rand(1, generator=generator).item()
+    time.sleep(0.0005)
+    return first, torch.rand(1, generator=generator).item()
+
+
 class Dropper:
-    """Records the random number of each evaluation, and raises in that of number `fail_at`."""
+    """Records the random numbers of each evaluation, and raises in that of number `fail_at`."""
 
     def __init__(self, fail_at=None, generator=None, **options):
         self.p = nn.Parameter(torch.ones(2))
@@ -175,7 +171,7 @@ class Dropper:
 
     def __call__(self):
         self.opt.zero_grad()
-        self.drawn.append(torch.rand(1, generator=self.generator).item())
+        self.drawn.append(draw(self.generator))
         if len(self.drawn) == self.fail_at:
             raise ZeroDivisionError
         loss = (self.p * self.p).sum()
@@ -189,18 +185,30 @@ class Dropper:
             else:
                 with same_sample(self.opt):
                     halves(self.opt, self)
-        return self.drawn
+        return self
+
+    def pairs(self):
+        return list(zip(self.drawn[1::2], self.drawn[2::2], strict=True))
+
+    def lose_a_pair(self):
+        self.fail_at = 3
+        with pytest.raises(ZeroDivisionError):
+            self.take(2)
+        assert self.opt.pending
+        return self
+
+
+either_way = pytest.mark.parametrize("way", ["step", "halves"])
 
 
 @pytest.mark.parametrize("replay", [True, False, []], ids=str)
-@pytest.mark.parametrize("way", ["step", "halves"])
+@either_way
 def test_the_stream_is_replayed_and_goes_on_from_the_second_evaluation(replay, way):
     torch.manual_seed(0)
-    drawn = Dropper(replay_rng=replay).take(2, way)
-    after = torch.rand(1).item()
+    found = [*Dropper(replay_rng=replay).take(2, way).drawn, draw()]
     torch.manual_seed(0)
-    a, b, c, d = (torch.rand(1).item() for _ in range(4))
-    assert [*drawn, after] == ([a, b, c, d] if replay is False else [a, b, b, c])
+    a, b, c, d = (draw() for _ in range(4))
+    assert found == ([a, b, c, d] if replay is False else [a, b, b, c])
 
 
 @pytest.mark.parametrize("copied", [False, True])
@@ -209,24 +217,10 @@ def test_generators_of_the_users_own_are_replayed(copied):
     run = Dropper(generator=generator, replay_rng=[generator])
     if copied:  # a copy replays the user's generator, not a copy of it
         run.p, run.opt = copy.deepcopy((run.p, run.opt))
-    drawn = run.take(3)
-    fresh = torch.Generator().manual_seed(5)
-    a, b, c = (torch.rand(1, generator=fresh).item() for _ in range(3))
-    assert drawn == [a, b, b, c, c]
-
-
-@pytest.fixture
-def lost_pair():
-    torch.manual_seed(0)
-    return with_lost_pair(Dropper(fail_at=3))
-
-
-def with_lost_pair(run):
-    run.take(1)
-    with pytest.raises(ZeroDivisionError):
-        run.take(1)
-    assert run.opt.pending
-    return run
+    run.take(3)
+    generator.manual_seed(5)
+    a, b, c = (draw(generator) for _ in range(3))
+    assert run.drawn == [a, b, b, c, c]
 
 
 @pytest.mark.parametrize("saved", [False, True])
@@ -235,8 +229,7 @@ def test_a_pending_pair_is_completed_with_its_own_random_numbers(saved, own):
     stream = torch.Generator() if own else torch.default_generator
     options = {"generator": stream, "replay_rng": [stream] if own else True}
     stream.manual_seed(0)
-    lost = with_lost_pair(Dropper(fail_at=3, **options))
-    run = lost
+    run = lost = Dropper(**options).lose_a_pair()
     if saved:  # through a checkpoint, in a process whose streams stand elsewhere
         run = Dropper(**options)
         run.opt.load_state_dict(lost.opt.state_dict())
@@ -247,24 +240,14 @@ def test_a_pending_pair_is_completed_with_its_own_random_numbers(saved, own):
     assert run.drawn[-1] == lost.drawn[1]
 
 
-def test_a_step_that_gives_a_pair_up_does_not_rewind_the_stream(lost_pair):
+def test_a_step_that_gives_a_pair_up_does_not_rewind_the_stream():
+    run = Dropper().lose_a_pair()
     before = torch.get_rng_state()
-    fresh = torch.rand(1).item()
+    fresh = draw()
     torch.set_rng_state(before)
-    with same_sample(lost_pair.opt):
-        lost_pair.opt.step(lost_pair)  # restarts
-    assert lost_pair.drawn[3] == fresh
-
-
-def test_halves_begun_outside_are_not_rewound():
-    run = Dropper()
-    run.take(1)
-    run()
-    run.opt.move()
-    before = torch.get_rng_state()
     with same_sample(run.opt):
-        assert torch.equal(torch.get_rng_state(), before)
-        run.opt.estimate()
+        run.opt.step(run)  # restarts
+    assert run.drawn[3] == fresh
 
 
 def test_a_sample_can_be_entered_again_but_not_twice_at_once():
@@ -275,124 +258,58 @@ def test_a_sample_can_be_entered_again_but_not_twice_at_once():
         pass
 
 
-def test_a_wrapped_closure_inside_the_context_does_not_end_it():
-    # Dropout is replayed by the context, whatever the wrapper does.
-    run = Dropper()
-    for _ in range(3):
-        with same_sample(run.opt) as sample:
-            halves(run.opt, sample(run))
-    assert run.drawn[1::2] == run.drawn[2::2]
-
-
-# -- dropout in training loops --------------------------------------------------------------------
-
-
-def whole_batch(model, x):
-    model(x).square().mean().backward()
-
-
-def micro_batches(model, x):
-    for part in x.chunk(4):
-        (model(part).square().mean() / 4).backward()
-
-
-def compiled(model, x):
-    torch.compile(model)(x).square().mean().backward()
-
-
-def recomputed(reentrant):
-    def backward(model, x):
-        x = x.clone().requires_grad_()  # what the reentrant kind needs
-        checkpoint(model, x, use_reentrant=reentrant).square().mean().backward()
-
-    return backward
-
-
-LOOPS = {
-    "micro-batches": micro_batches,
-    "compiled": compiled,
-    "activation checkpointing": recomputed(False),
-    "reentrant checkpointing": recomputed(True),
+FORWARD = {
+    "compiled": torch.compile,
+    "activation checkpointing": lambda model: partial(checkpoint, model, use_reentrant=False),
+    "reentrant checkpointing": lambda model: partial(checkpoint, model, use_reentrant=True),
 }
 
 
-def dropout_gradients(backward):
-    """Return the gradients of three steps with lr = 0: all are taken at one point."""
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.long) if n == "compiled" else n for n in FORWARD]
+)
+def test_dropout_has_the_same_masks_in_both_evaluations(name):
     torch.manual_seed(0)
     model, gradients = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5)), []
-    opt = StormPlus(model.parameters(), lr=0.0)
+    opt = StormPlus(model.parameters(), lr=0.0)  # all gradients are taken at one point
+    forward, x = FORWARD[name](model), X[0].clone().requires_grad_()
 
     def closure():
         opt.zero_grad()
-        backward(model, X[0])
+        forward(x).square().mean().backward()
         gradients.append(model[0].weight.grad.clone())
 
     for _ in range(3):
         opt.step(closure)
-    return gradients
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n == "compiled" else n for n in LOOPS]
-)
-def test_dropout_has_the_same_masks_in_both_evaluations(name):
-    a, b, b_again, c, c_again = found = dropout_gradients(LOOPS[name])
+    a, b, b_again, c, c_again = gradients
     assert_same([b, c], [b_again, c_again])
     assert not torch.equal(a, b)
     assert not torch.equal(b, c)
-    if "checkpointing" in name:  # which puts the stream back after its recomputation
-        torch.testing.assert_close(found, dropout_gradients(whole_batch))
 
 
 # -- threads -------------------------------------------------------------------------------------
 
 
-class Masks(Dropper):
-    """A run that draws slowly, twice in each evaluation."""
-
-    def __call__(self):
-        loss = super().__call__()
-        time.sleep(0.0005)  # others get their turn
-        self.drawn[-1] = (self.drawn[-1], torch.rand(1).item())
-        return loss
-
-    def pairs(self):
-        return list(zip(self.drawn[1::2], self.drawn[2::2]))
-
-
 def at_once(*runs):
     """Run them in a thread each; what one raises is raised here."""
-    errors = []
-
-    def guarded(run):
-        try:
-            run()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=guarded, args=(run,), daemon=True) for run in runs]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
+    threads = ThreadPoolExecutor(len(runs))
+    for result in [threads.submit(run) for run in runs]:
+        result.result(timeout=30)
 
 
-@pytest.mark.parametrize("way", ["step", "halves"])
+@either_way
 def test_pairs_in_two_threads_have_their_own_random_numbers(way):
-    runs = [Masks(), Masks()]
-    at_once(*(lambda run=run: run.take(25, way) for run in runs))
+    runs = [Dropper(), Dropper()]
+    at_once(*(partial(run.take, 25, way) for run in runs))
     pairs = [pair for run in runs for pair in run.pairs()]
     assert all(first == second for first, second in pairs)
     assert len(set(pairs)) == len(pairs)  # no two pairs the same
 
 
 def test_a_thread_that_draws_under_the_lock_beside_pairs_sees_no_number_twice():
-    run, draws, done = Masks(), [], threading.Event()
+    run, draws, done = Dropper(), [], threading.Event()
 
-    def draw():
+    def draw_others():
         while not done.is_set():
             with pair_lock():
                 draws.append(torch.rand(1).item())
@@ -408,24 +325,24 @@ def test_a_thread_that_draws_under_the_lock_beside_pairs_sees_no_number_twice():
         finally:
             done.set()
 
-    at_once(train, draw)
+    at_once(train, draw_others)
     assert all(first == second for first, second in run.pairs())
     # In single precision numbers of a stream come twice by chance once in 2^24 pairs.
     assert len(draws) == len(set(draws)) > 10
 
 
 def test_no_lock_without_a_replay():
-    runs = [Masks(replay_rng=False), Masks(replay_rng=False)]
     with pair_lock():
-        at_once(lambda: runs[0].take(3), lambda: runs[1].take(3, "halves"))
+        at_once(*(partial(Dropper(replay_rng=False).take, 3, way) for way in ("step", "halves")))
 
 
-def test_the_lock_is_let_go_whatever_happens(lost_pair):
+def test_the_lock_is_let_go_whatever_happens():
+    lost = Dropper().lose_a_pair()
     with pytest.raises(ZeroDivisionError):
         Dropper(fail_at=1).take(1)
-    with pytest.raises(ZeroDivisionError), same_sample(lost_pair.opt):
+    with pytest.raises(ZeroDivisionError), same_sample(lost.opt):
         _ = 1 / 0
-    lost_pair.opt.pending_streams = torch.ones(7, dtype=torch.uint8)  # of other devices
+    lost.opt.pending_streams = torch.ones(7, dtype=torch.uint8)  # of other devices
     with pytest.raises(RuntimeError, match="7 bytes of random state"):
-        same_sample(lost_pair.opt).__enter__()
-    at_once(lambda: Masks().take(1))  # in another thread
+        same_sample(lost.opt).__enter__()
+    at_once(partial(Dropper().take, 1))  # in another thread
