@@ -227,6 +227,21 @@ def test_the_state_has_the_promised_size(case):
 # -- gradients -----------------------------------------------------------------------------------
 
 
+@every
+def test_micro_batches_inside_the_closure_are_one_sample(case):
+    run, whole = Run(case), Run(case).train()
+    for u, y in run.problem.samples:
+
+        def evaluate():
+            run.opt.zero_grad()
+            for part in (slice(0, 3), slice(3, 8)):
+                loss = run.problem.loss(run.params, (u[part], y[part]))
+                (loss * len(u[part]) / 8).backward()
+
+        case.step(run.opt, evaluate)
+    torch.testing.assert_close(values(run.params), values(whole.params), rtol=1e-9, atol=1e-12)
+
+
 @every_paired
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_missing_gradient_is_a_zero_gradient(case, decay):

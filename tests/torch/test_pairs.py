@@ -287,6 +287,26 @@ def test_sums_that_would_overflow_are_refused():
 
 
 @every_path
+def test_an_estimate_taken_back_never_leaves_an_inf(case):
+    # d + g overflows though both are finite: d is given up there, and the pair completes
+    p = nn.Parameter(torch.zeros(2))
+    opt = case([p], lr=0.0)
+    given(opt, p, [3e38, 1.0])
+    p.grad = torch.tensor([-3e38, float("inf")])
+    with pytest.raises(FloatingPointError):
+        opt.move()
+    p.grad = torch.zeros(2)
+    opt.move()
+    p.grad = torch.tensor([3e38, float("inf")])
+    with pytest.raises(FloatingPointError):
+        opt.estimate()
+    p.grad = torch.ones(2)
+    opt.estimate()
+    assert torch.isfinite(opt.state[p]["estimator"]).all()
+    assert opt.diagnostics()["step"] == 2
+
+
+@every_path
 def test_without_the_check_a_bad_gradient_spoils_d_until_a_restart_but_not_the_sums(case):
     p = nn.Parameter(torch.ones(3))
     opt = case([p], check_finite=False)
