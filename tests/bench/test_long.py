@@ -10,7 +10,7 @@ from bench_rows import frame_of, make_row
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.methods import METHODS, TIERS
-from stormplus_bench.plan import FOLDER, read_suite
+from stormplus_bench.plan import FOLDER, read_suite, suites
 from stormplus_bench.train import catalogue, long, networks
 from stormplus_bench.train.training import Training
 
@@ -42,14 +42,18 @@ def methods(names):
 
 
 def test_the_held_out_workloads_have_the_methods_of_the_others_and_are_not_among_them():
-    suites = [read_suite(name) for name in ("long", "long-held-out")]
-    assert suites[0]["solver"] == suites[1]["solver"]
-    assert suites[0]["objective"] == suites[1]["objective"]
-    names = [set(suite["dataset"][0]["long"]["workload"]) for suite in suites]
+    seen, held_out = (read_suite(name) for name in ("long", "long-held-out"))
+    assert seen["solver"] == held_out["solver"]
+    assert seen["objective"] == held_out["objective"]
+    names = [set(suite["dataset"][0]["long"]["workload"]) for suite in (seen, held_out)]
     assert names[1] == {"vit-cifar10", "lora-cifar10"}
     assert not names[0] & names[1]
     assert names[0] | names[1] == set(long.LONG)
-    assert {s.method for s in methods(suites[0]["solver"])} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", suites())
+def test_the_solvers_of_every_suite_are_methods_of_the_benchmark(name):
+    assert {solver.method for solver in methods(read_suite(name)["solver"])} <= set(METHODS)
 
 
 @pytest.mark.parametrize("name", ["mars[approximate=True]", "muon"])

@@ -86,7 +86,7 @@ def matrix_completion() -> Smooth:
     return Smooth("matrix-completion", seen, unseen)
 
 
-SMOOTH = {
+SMOOTH: dict[str, Callable[[], Workload]] = {
     "logistic-breast-cancer": logistic_breast_cancer,
     "logistic-digits": logistic_digits,
     "phase-retrieval": phase_retrieval,
@@ -230,14 +230,14 @@ def _pixels(model: nn.Module, batch: Split) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(images), images.flatten(1))
 
 
+# By data set and model.
+NETWORKS: dict[str, dict[str, Callable[[], Network]]] = {
+    "digits": {model: partial(digits, model) for model in ("mlp", "cnn")},
+    "mnist": {model: partial(mnist, model) for model in ("cnn", "autoencoder")},
+    "cifar10": {model: partial(cifar10, model) for model in ("bncnn", "resnet")},
+    "shakespeare": {"gpt": shakespeare},
+}
 # By name.
-EVERY: dict[str, Callable[[], Workload]] = {
-    **SMOOTH,
-    "mlp-digits": partial(digits, "mlp"),
-    "cnn-digits": partial(digits, "cnn"),
-    "cnn-mnist": partial(mnist, "cnn"),
-    "autoencoder-mnist": partial(mnist, "autoencoder"),
-    "bncnn-cifar10": partial(cifar10, "bncnn"),
-    "resnet-cifar10": partial(cifar10, "resnet"),
-    "gpt-shakespeare": shakespeare,
+EVERY: dict[str, Callable[[], Workload]] = SMOOTH | {
+    f"{model}-{data}": make for data, makes in NETWORKS.items() for model, make in makes.items()
 }

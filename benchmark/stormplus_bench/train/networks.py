@@ -130,11 +130,12 @@ def batchnorm_cnn(classes: int = 10) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, classes))
 
 
-def small_resnet() -> nn.Module:
-    """ResNet-8 in the manner of He et al. (2016), Sec. 4.2: 8, 16, 32 channels."""
-    start = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-    blocks = [BasicBlock(8, 8, 1), BasicBlock(8, 16, 2), BasicBlock(16, 32, 2)]
-    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+def small_resnet(inputs: int = 3, widths: tuple[int, ...] = (8, 8, 16, 32)) -> nn.Module:
+    """A ResNet in the manner of He et al. (2016), Sec. 4.2; by default ResNet-8."""
+    first, last = widths[0], widths[-1]
+    start = [nn.Conv2d(inputs, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
+    blocks = [BasicBlock(a, b, stride=1 if a == b else 2) for a, b in pairwise(widths)]
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10)]
     return nn.Sequential(*start, *blocks, *end)
 
 
