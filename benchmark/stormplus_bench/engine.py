@@ -16,10 +16,9 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import rows
-from stormplus_bench.interrupts import ProgressLog, RunsFailed, interruptible, print_plain
+from stormplus_bench.interrupts import RunsFailed, interruptible, print_plain, progress
 from stormplus_bench.plan import FOLDER, Plan
 
 POLL = 0.5  # seconds
@@ -114,18 +113,14 @@ def _watch(
     child: subprocess.Popen[bytes], plan: Plan, left: list[rows.Key], journal: Path, log: Path
 ) -> None:
     """Show the share of the estimated time that is done, until the child ends."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    lines, total, ended = ProgressLog(console), plan.estimate(left), False
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total)
+    total, ended = plan.estimate(left), False
+    with progress(Console(stderr=True), total) as show:
         while not ended:
             # joblib may lose a run on its way to Dask, and waits for it forever; rerun the rest.
             ended = child.poll() is not None or "Failed to serialize" in _text(log)
             still = plan.left(rows.keys(journal))
-            text = f"{len(plan.runs) - len(still)}/{len(plan.runs)} runs"
-            progress.update(task, description=text, completed=total - plan.estimate(still))
-            lines.print(text)
+            done = len(plan.runs) - len(still)
+            show(f"{done}/{len(plan.runs)} runs", total - plan.estimate(still))
             if not ended:
                 time.sleep(POLL)
 
