@@ -82,8 +82,8 @@ def report(  # noqa: PLR0917
 
 
 def read(files: tuple[Path, ...]) -> pd.DataFrame:
-    """Return the rows of all files; warn about an incomplete last line."""
-    frame = rows.load(*files, on_cut=_warn)
+    """Return the rows of all files, if they can be compared."""
+    frame = rows.load(*files)
     names = ", ".join(map(str, files))
     if frame.empty:
         raise ValueError(f"{names}: no runs yet; start the benchmark")
@@ -92,10 +92,6 @@ def read(files: tuple[Path, ...]) -> pd.DataFrame:
     finals.defaults(frame)  # raises if a method has two
     finals.check_budgets(frame)
     return frame
-
-
-def _warn(path: Path, line: int) -> None:
-    click.echo(f"Warning: skipped {path}, line {line}, which is incomplete", err=True)
 
 
 def read_step_times(path: Path) -> dict[str, float]:
