@@ -83,8 +83,8 @@ def execute(
                 run = missing[0]
                 raise RunsFailed(
                     f"{len(missing)} of {len(first)} runs failed, first {run.method} on "
-                    f"{run.workload} at lr {run.lr:g}, seed {run.seed}:\n{cause(log)}\n"
-                    f"benchopt's output is in {log}"
+                    f"{run.workload} at lr {run.lr:g}, seed {run.seed}:\n"
+                    f"{cause(log, plan.folders)}\nbenchopt's output is in {log}"
                 )
             left = missing
     return len(first)
@@ -102,11 +102,18 @@ def _text(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
 
 
-def cause(log: Path) -> str:
-    """Return the first error in benchopt's output, or else its last lines."""
+def cause(log: Path, folders: set[Path]) -> str:
+    """Return the first error in benchopt's output, with its line in the user's folders.
+
+    Without an error, return the last lines of the output.
+    """
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", _text(log))
     error = re.search(r"^\s*((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .*)$", text, re.MULTILINE)
-    return error[1] if error else "\n".join(text.strip().splitlines()[-5:])
+    if error is None:
+        return "\n".join(text.strip().splitlines()[-5:])
+    places = re.findall(r'^ *File "(.+)", line (\d+)', text[: error.start()], re.MULTILINE)
+    own = [f"{file}, line {line}: " for file, line in places if Path(file).parent in folders]
+    return "".join(own[-1:]) + error[1]
 
 
 def _watch(
