@@ -65,7 +65,7 @@ def report(  # noqa: PLR0917
         found = tables.all_tables(frame, times)
         blocks = {table.name: table.markdown() for table in found}
         filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in readme}
-        html = page.build(frame, found[1:], home)
+        html = page.build(frame, [table for table in found if table.name != "table"], home)
         (output / "figures").mkdir(parents=True, exist_ok=True)
         scores.results(frame).to_csv(output / "table.csv", index=False)
         (output / "index.html").write_text(html, "utf-8")
