@@ -12,8 +12,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXIT_CODES = """\b
 Exit codes:
-  0    everything was run and written
-  1    something could not be run or read; the message says what to do
+  0    everything was done
+  1    something could not be run, read or written; the message says what to do
   2    wrong usage
   130  interrupted; finished runs are kept"""
 

@@ -56,8 +56,8 @@ def test_the_solvers_of_every_suite_are_methods_of_the_benchmark(name):
     assert {solver.method for solver in methods(read_suite(name)["solver"])} <= set(METHODS)
 
 
-@pytest.mark.parametrize("name", ["mars[approximate=True]", "muon"])
-def test_a_method_for_matrices_skips_a_model_without_one(name):
+@pytest.mark.parametrize("name", ["mars-approximate", "muon", "untuned[lr=0.1]"])
+def test_a_run_that_makes_no_sense_is_skipped_with_its_reason(name):
     (solver,) = methods([name])
     assert "no" in solver.reason_to_skip(catalogue.nmf())
 

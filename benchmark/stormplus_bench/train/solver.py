@@ -12,6 +12,7 @@ from benchopt import BaseSolver
 from dog import PolynomialDecayAverager  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import rows
+from stormplus_bench.methods import NO_RATE
 from stormplus_bench.train.steppers import Averaged, OneGradient, Scheduled, Stepper, TwoGradients
 from stormplus_bench.train.training import Training
 from stormplus_bench.train.workload import Workload
@@ -44,6 +45,13 @@ class TorchSolver(BaseSolver):
         """Return how this method takes a step at the given learning rate."""
 
     def reason_to_skip(self, workload: Workload) -> str | None:
+        """Return why this run is left out; None if it is not."""
+        if self.method in NO_RATE and self.rate != self.default_lr:
+            return f"{self.method} has no learning rate, got {self.rate}"
+        return self.unsuited(workload)
+
+    @staticmethod
+    def unsuited(workload: Workload) -> str | None:
         """Return why this method does not run on the workload; None if it does."""
         return None
 
