@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_rows import frame_of, make_row
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.methods import METHODS, TIERS
@@ -137,20 +136,6 @@ def script(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_each_method_is_at_its_best_rate_in_the_tables():
-    ends = [
-        ("Adam", 0.1, 0, 1),
-        ("Adam", 1.0, 0, 3),
-        ("Untuned", 1.0, 0, 2),
-        ("Untuned", 1.0, 1, 4),
-    ]
-    same = {"workload": "finetune-cifar10"}
-    found = [make_row([5, end], method=m, lr=lr, seed=s, **same) for m, lr, s, end in ends]
-    tables = script("benchmark/scripts/long.py").tables_of(frame_of(found))
-    assert "| Untuned | 50 | 50 |" in tables["long"]  # ends at 3 on average, of 5 -> 1
-    assert "| Adam | 1 |" in tables["long-validation"]  # the validation loss is the training loss
 
 
 @pytest.mark.long

@@ -191,11 +191,12 @@ ODD = [
     [make_row([5], method=m, status="diverged") for m in ("SGD", "STORM+")],
     [make_row([1e20, 1e-20], workload="a/b")],
     [make_row([1, 0]), make_row([], method="Adam", status="diverged")],
+    [make_row([1, 3], method="STORM+"), make_row([None, None])],
 ]
 
 
 @pytest.mark.usefixtures("no_figures")
-@pytest.mark.parametrize("odd", ODD, ids=["diverged", "one", "zero"])
+@pytest.mark.parametrize("odd", ODD, ids=["diverged", "one", "zero", "nothing achieved"])
 def test_odd_rows_have_a_report_too(tmp_path, odd):
     path = write_rows(tmp_path / "rows.jsonl", odd)
     result = call(path, "--output", tmp_path / "out", "--latex")

@@ -3,12 +3,7 @@
 import gzip
 import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
-import bench_rows
 import numpy as np
 import pytest
 from bench_rows import make_row, write_rows
@@ -98,26 +93,6 @@ def test_append_refuses_a_file_of_another_kind_and_leaves_it(tmp_path, text):
     with pytest.raises(ValueError, match="line 1"):
         rows.append(path, make_row([1]))
     assert path.read_text() == text + "x"
-
-
-WRITER = """
-import sys
-from bench_rows import make_row
-from stormplus_bench import rows
-for seed in range(int(sys.argv[2]), int(sys.argv[2]) + 15):
-    rows.append(sys.argv[1], make_row([1.0] * 2000, seed=seed))
-"""
-
-
-def test_two_processes_append_to_one_file(tmp_path):
-    path, support = tmp_path / "rows.jsonl", str(Path(bench_rows.__file__).parent)
-    search = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
-    command = [sys.executable, "-c", WRITER, str(path)]
-    env = os.environ | {"PYTHONPATH": search}
-    writers = [subprocess.Popen([*command, start], env=env) for start in ("0", "15")]
-    assert [writer.wait(timeout=120) for writer in writers] == [0, 0]
-    assert {key.seed for key in rows.keys(path)} == set(range(30))
-    assert path.read_text().count("stormplus-rows") == 1
 
 
 def test_a_compressed_journal_is_read_and_a_damaged_one_explained(journal):

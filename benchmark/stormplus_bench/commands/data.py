@@ -28,7 +28,6 @@ def data(names: tuple[str, ...], folder: Path | None) -> None:
     Examples:
       stormplus data                     what is there, what is missing
       stormplus data mnist shakespeare   download two of them
-
     """  # noqa: D301 - click's own mark
     click.echo(f"data folder: {sets.data_folder(folder)}")
     failed = False

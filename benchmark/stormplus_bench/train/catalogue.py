@@ -128,7 +128,10 @@ def mnist(model: str) -> Network:
 
 
 def cifar10(model: str) -> Network:
-    makes = {"bncnn": networks.batchnorm_cnn, "resnet": networks.small_resnet}
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "bncnn": networks.batchnorm_cnn,
+        "resnet": networks.small_resnet,
+    }
     workload = on_cifar10(f"{model}-cifar10", makes[model], {"bncnn": 800, "resnet": 400}[model])
     workload.measured = {"bncnn": 1000, "resnet": 500}[model]  # a forward pass is expensive
     return workload

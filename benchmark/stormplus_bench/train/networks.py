@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
         return z
 
 
-def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
+def resnet34(classes: int = 10) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
         bn1=nn.BatchNorm2d(64),
@@ -72,7 +72,7 @@ def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
         maxpool=nn.MaxPool2d(3, 2, padding=1),
     )
     inputs = 64
-    for i, count in enumerate(depths):
+    for i, count in enumerate((3, 4, 6, 3)):
         outputs = 64 * 2**i
         first = BasicBlock(inputs, outputs, stride=1 if i == 0 else 2)
         others = [BasicBlock(outputs, outputs, stride=1) for _ in range(count - 1)]
@@ -86,10 +86,6 @@ def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model
-
-
-def resnet34(classes: int = 10) -> nn.Sequential:
-    return resnet((3, 4, 6, 3), classes)
 
 
 def perceptron(*sizes: int) -> nn.Sequential:

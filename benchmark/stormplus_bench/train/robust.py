@@ -338,7 +338,7 @@ class Walker(nn.Module):
         return found
 
 
-def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
+def walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
     """A run whose gradients are those that `draw` returns."""
     return Case(
         steps,
@@ -351,33 +351,18 @@ def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float)
     )
 
 
-def constant_gradient() -> Case:
-    """The distance must not feed itself: no step is longer than R, so T steps lead T R away."""
-    return _walk(10_000, lambda *_: torch.ones(1000), 10_000)
+def noise(_: int, generator: Generator) -> Tensor:
+    return torch.randn(1000, generator=generator)
 
 
-def pure_noise() -> Case:
-    """The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
-    furthest = math.sqrt(1 + math.log(30_000))
-    return _walk(30_000, lambda _, generator: torch.randn(1000, generator=generator), furthest)
+def skewed_noise(_: int, generator: Generator) -> Tensor:
+    """Looks like a direction until the rare gradient of the other sign comes."""
+    return torch.where(torch.rand(1000, generator=generator) < 0.02, 49.0, -1.0)
 
 
-def skewed_noise() -> Case:
-    """Noise that looks like a direction until the rare gradient of the other sign comes."""
-
-    def draw(_: int, generator: Generator) -> Tensor:
-        return torch.where(torch.rand(1000, generator=generator) < 0.02, 49.0, -1.0)
-
-    return _walk(1000, draw, 1000)
-
-
-def shared_noise() -> Case:
-    """The same random number everywhere, which agrees with itself for a while: as a walk of R."""
-
-    def draw(_: int, generator: Generator) -> Tensor:
-        return torch.randn(1, generator=generator).expand(1000)
-
-    return _walk(1000, draw, math.sqrt(1000))
+def shared_noise(_: int, generator: Generator) -> Tensor:
+    """The same random number everywhere, which agrees with itself for a while."""
+    return torch.randn(1, generator=generator).expand(1000)
 
 
 def _steps(vocabulary: int, activation: str) -> int:
@@ -418,10 +403,12 @@ CASES |= {
     "an image of 3 x 128 x 128 from zero": partial(copying, 3, 128, 128),
     "abilities and difficulties from zero": item_response,
     "linear regression on raw targets": raw_targets,
-    "constant gradient": constant_gradient,
-    "pure noise": pure_noise,
-    "skewed noise": skewed_noise,
-    "noise in one direction": shared_noise,
+    # The distance must not feed itself: no step is longer than R, so T steps lead T R away.
+    "constant gradient": partial(walk, 10_000, lambda *_: torch.ones(1000), 10_000),
+    # The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away.
+    "pure noise": partial(walk, 30_000, noise, math.sqrt(1 + math.log(30_000))),
+    "skewed noise": partial(walk, 1000, skewed_noise, 1000),
+    "noise in one direction": partial(walk, 1000, shared_noise, math.sqrt(1000)),  # steps of R
 }
 
 
