@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import time
 from collections.abc import Callable
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -157,12 +156,8 @@ def _short(value: float) -> float | int | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a run depends on."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    """Return the versions of the packages that a run depends on."""
+    return {name: version(name) for name in PACKAGES}
 
 
 @cache
