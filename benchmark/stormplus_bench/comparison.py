@@ -13,6 +13,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.console import Console
 
 from stormplus_bench import finals, rows
+from stormplus_bench.cli import did_you_mean
 from stormplus_bench.interrupts import progress as show_progress
 from stormplus_bench.methods import ordered
 from stormplus_bench.own import Make, Method, method_of, workload_of
@@ -150,7 +151,9 @@ def _workload(given: str | Mapping[str, Any] | Workload) -> Workload:
     if not isinstance(given, str):
         return workload_of(given)
     if given not in EVERY:
-        raise ValueError(f"no workload {given!r}: choose from {', '.join(EVERY)}")
+        raise ValueError(
+            f"no workload {given!r}{did_you_mean(given, EVERY)} Choose from {', '.join(EVERY)}"
+        )
     return EVERY[given]()
 
 

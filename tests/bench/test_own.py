@@ -121,8 +121,10 @@ def test_a_seed_determines_dropout():
 def test_a_workload_of_the_benchmark_by_its_name():
     found = compare({"[/a]": sgd}, workload="logistic-breast-cancer")
     assert found.table.loc["[/a]", "validation accuracy"] > 0.8
-    with pytest.raises(ValueError, match=r"no workload 'nothing': choose from .*mlp-digits"):
-        end_of("nothing")
+    with pytest.raises(
+        ValueError, match=r"no workload 'nfm', did you mean 'nmf'\? Choose from .*digits"
+    ):
+        end_of("nfm")
 
 
 def test_kinds_of_data_and_of_models_give_the_same_runs():
