@@ -180,14 +180,6 @@ def test_another_budget_is_another_workload():
     assert names == {"nmf", "nmf (60 evaluations)"}
 
 
-def test_the_suite_of_smooth_problems_is_complete():
-    plan = make_plan(read_suite("smooth"))
-    # 7 workloads, 3 seeds, 8 rates, 19 methods; two defaults are off the grid; one has no rate and
-    # five run at their defaults. Two more need matrices: MARS on two workloads, Muon on one.
-    assert len(plan.runs) == 3 * (7 * (8 * 19 + 2 + 1 + 5) + 2 + 1)
-    assert len(set(plan.runs)) == len(plan.runs)
-
-
 @pytest.mark.long
 def test_benchopts_own_checks_pass(tmp_path):
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}

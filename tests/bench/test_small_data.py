@@ -41,15 +41,6 @@ def test_the_encoder_ignores_padding(tmp_path):
     torch.testing.assert_close(first, second)
 
 
-def test_docstrings_of_functions_and_classes_are_texts(tmp_path):
-    long, short = "Return what is needed for this test, in a long sentence to be kept.", "Short."
-    file = tmp_path / "module.py"
-    file.write_text(f'"""{long}"""\nclass A:\n    """{long} A"""\ndef f():\n    """{short}"""\n')
-    assert list(small_data._docstrings(file)) == [f"{long} A"]
-    file.write_text("def {{ name }}")
-    assert list(small_data._docstrings(file)) == []
-
-
 def test_texts_do_not_mention_their_package(tmp_path):
     text = "Return what is needed for this test, in a long sentence to be kept"
     functions = [f'def f():\n    """{text}{end}"""\n' for end in (".", " by Numpy.")]
