@@ -11,10 +11,10 @@ from typing import Any
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import finals, rows
-from stormplus_bench.interrupts import ProgressLog
+from stormplus_bench.cli import did_you_mean
+from stormplus_bench.interrupts import progress as show_progress
 from stormplus_bench.methods import ordered
 from stormplus_bench.own import Make, Method, method_of, workload_of
 from stormplus_bench.train.catalogue import EVERY
@@ -111,17 +111,13 @@ def compare(
     runs = [(m, lr, seed) for seed in chosen for m in known for lr in m.rates or (None,)]
     if not runs:
         raise ValueError(f"nothing to compare: methods {methods}, seeds {chosen}")
-    console = Console(stderr=True, quiet=not progress)
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
-    log, found = ProgressLog(console), []
-    with Progress(*columns, console=console, transient=True, disable=not progress) as bar:
-        shown = bar.add_task("", total=len(runs) * task.budget)
+    console, found = Console(stderr=True, quiet=not progress), []
+    with show_progress(console, len(runs) * task.budget, transient=True) as show:
         for number, (method, lr, seed) in enumerate(runs):
-            bar.update(shown, description=f"{method.name}, seed {seed}")
+            text = f"{number + 1}/{len(runs)}: {method.name}, seed {seed}"
 
-            def notify(done: int, before: int = number) -> None:
-                bar.update(shown, completed=before * task.budget + done)
-                log.print(f"{before}/{len(runs)} runs, {done}/{task.budget} evaluations")
+            def notify(done: int, text: str = text, before: int = number * task.budget) -> None:
+                show(text, before + done)
 
             try:
                 found.append(_one_run(method, lr, task, seed, notify))
@@ -155,7 +151,9 @@ def _workload(given: str | Mapping[str, Any] | Workload) -> Workload:
     if not isinstance(given, str):
         return workload_of(given)
     if given not in EVERY:
-        raise ValueError(f"no workload {given!r}: choose from {', '.join(EVERY)}")
+        raise ValueError(
+            f"no workload {given!r}{did_you_mean(given, EVERY)} Choose from {', '.join(EVERY)}"
+        )
     return EVERY[given]()
 
 

@@ -5,7 +5,6 @@ downloads them; a workload without its data is skipped. No pickle is ever loaded
 """
 
 import gzip
-import logging
 import os
 import zlib
 from dataclasses import dataclass
@@ -15,8 +14,6 @@ from typing import Any
 import numpy as np
 import pooch  # type: ignore[import-untyped]
 from numpy.typing import NDArray
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn
 
 VARIABLE = "STORMPLUS_DATA"
 CIFAR10_FILES = (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin")
@@ -176,20 +173,17 @@ def download(name: str, folder: Path | str | None = None) -> None:
     """
     from requests import RequestException
 
-    pooch.get_logger().setLevel(logging.WARNING)
     root = data_folder(folder)
     for url, path, checksum in REMOTES[name]:
         target = root / path
         if target.exists() and name != "cifar10":
             continue  # checked when it is read
-        bar = _Bar(target.name)
-        options = {"downloader": pooch.HTTPDownloader(progressbar=bar)}
+        processor = None
         if name == "cifar10":
             members = [f"cifar-10-batches-bin/{file}" for file in CIFAR10_FILES]
-            options["processor"] = pooch.Untar(members, extract_dir=root)
+            processor = pooch.Untar(members, extract_dir=root)
         try:
-            with bar.display:
-                pooch.retrieve(url, checksum, target.name, target.parent, **options)
+            pooch.retrieve(url, checksum, target.name, target.parent, processor)
         except (RequestException, ValueError) as error:
             raise DownloadError(
                 f"cannot download {url}: {error}\n"
@@ -198,23 +192,3 @@ def download(name: str, folder: Path | str | None = None) -> None:
         target.chmod(0o644)  # data folders are shared; pooch's temporary files are not
         if name == "cifar10":
             target.unlink()
-
-
-class _Bar:
-    """A progress bar with the interface that pooch expects, drawn by rich."""
-
-    total = 0  # set by pooch
-
-    def __init__(self, name: str) -> None:
-        columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn())
-        self.display = Progress(*columns, console=Console(stderr=True))
-        self.task = self.display.add_task(name, total=None)
-
-    def update(self, size: int) -> None:
-        self.display.update(self.task, advance=size, total=self.total or None)
-
-    def reset(self) -> None:
-        self.display.update(self.task, completed=0)
-
-    def close(self) -> None:
-        self.display.refresh()

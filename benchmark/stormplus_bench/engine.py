@@ -16,10 +16,9 @@ from pathlib import Path
 
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from stormplus_bench import rows
-from stormplus_bench.interrupts import ProgressLog, RunsFailed, interruptible, print_plain
+from stormplus_bench.interrupts import RunsFailed, interruptible, print_plain, progress
 from stormplus_bench.plan import FOLDER, Plan
 
 POLL = 0.5  # seconds
@@ -84,8 +83,8 @@ def execute(
                 run = missing[0]
                 raise RunsFailed(
                     f"{len(missing)} of {len(first)} runs failed, first {run.method} on "
-                    f"{run.workload} at lr {run.lr:g}, seed {run.seed}:\n{cause(log)}\n"
-                    f"benchopt's output is in {log}"
+                    f"{run.workload} at lr {run.lr:g}, seed {run.seed}:\n"
+                    f"{cause(log, plan.folders)}\nbenchopt's output is in {log}"
                 )
             left = missing
     return len(first)
@@ -103,29 +102,32 @@ def _text(log: Path) -> str:
     return log.read_text(encoding="utf-8", errors="replace")
 
 
-def cause(log: Path) -> str:
-    """Return the first error in benchopt's output, or else its last lines."""
+def cause(log: Path, folders: set[Path]) -> str:
+    """Return the first error in benchopt's output, with its line in the user's folders.
+
+    Without an error, return the last lines of the output.
+    """
     text = re.sub(r"\x1b\[[\d;?]*[A-Za-z]", "", _text(log))
     error = re.search(r"^\s*((?:\w+\.)*\w*(?:Error|Exception|Exit)\b: .*)$", text, re.MULTILINE)
-    return error[1] if error else "\n".join(text.strip().splitlines()[-5:])
+    if error is None:
+        return "\n".join(text.strip().splitlines()[-5:])
+    places = re.findall(r'^ *File "(.+)", line (\d+)', text[: error.start()], re.MULTILINE)
+    own = [f"{file}, line {line}: " for file, line in places if Path(file).parent in folders]
+    return "".join(own[-1:]) + error[1]
 
 
 def _watch(
     child: subprocess.Popen[bytes], plan: Plan, left: list[rows.Key], journal: Path, log: Path
 ) -> None:
     """Show the share of the estimated time that is done, until the child ends."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
-    lines, total, ended = ProgressLog(console), plan.estimate(left), False
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("", total=total)
+    total, ended = plan.estimate(left), False
+    with progress(Console(stderr=True), total) as show:
         while not ended:
             # joblib may lose a run on its way to Dask, and waits for it forever; rerun the rest.
             ended = child.poll() is not None or "Failed to serialize" in _text(log)
             still = plan.left(rows.keys(journal))
-            text = f"{len(plan.runs) - len(still)}/{len(plan.runs)} runs"
-            progress.update(task, description=text, completed=total - plan.estimate(still))
-            lines.print(text)
+            done = len(plan.runs) - len(still)
+            show(f"{done}/{len(plan.runs)} runs", total - plan.estimate(still))
             if not ended:
                 time.sleep(POLL)
 

@@ -14,7 +14,6 @@ from stormplus_bench.profiles import curves
 from stormplus_bench.style import WIDTH, style_of
 from stormplus_bench.tables import percent
 
-MAX_POINTS = 80  # of a curve
 MAX_RANGE = 1e20  # of a logarithmic axis
 MAX_LETTERS = 44  # of a name
 AT_DEFAULT = "each at its default lr"
@@ -69,8 +68,6 @@ def _curve(axis: Any, line: pd.DataFrame, method: str, top: float) -> None:
     if known.empty:
         return
     diverged = len(known) < len(line)
-    if len(known) > MAX_POINTS:
-        known = known.iloc[np.linspace(0, len(known) - 1, MAX_POINTS).round().astype(int)]
     style, x = style_of(method), known["evaluations"]
     # Far outside the panel matplotlib cannot place markers.
     low, median, high = (known[name].clip(upper=1e3 * top) for name in ("low", "median", "high"))

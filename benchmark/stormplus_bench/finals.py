@@ -39,7 +39,7 @@ def per_rate(frame: pd.DataFrame) -> pd.DataFrame:
     """
     runs = per_run(frame)
     groups = runs.assign(bad=np.isinf(runs["loss"])).groupby(SETTING, sort=True)
-    medians = [*QUALITY, "grad_norm", "seconds", "peak_memory_mb", "state_mb"]
+    medians = [*QUALITY, "grad_norm", "seconds", "state_mb"]
     table = groups.agg(
         default=("default", "any"),
         loss=("loss", "median"),

@@ -3,16 +3,17 @@
 import contextlib
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 EXIT_CODES = """\b
 Exit codes:
-  0    everything was run and written
-  1    something could not be run or read; the message says what to do
+  0    everything was done
+  1    something could not be run, read or written; the message says what to do
   2    wrong usage
   130  interrupted; finished runs are kept"""
 
@@ -57,14 +58,21 @@ def print_plain(console: Console, text: str) -> None:
     console.print(text, highlight=False, markup=False, soft_wrap=True)
 
 
-class ProgressLog:
-    """Prints a line per minute unless the console is a terminal, which shows a bar."""
+@contextlib.contextmanager
+def progress(
+    console: Console, total: float, *, transient: bool = False
+) -> Iterator[Callable[[str, float], None]]:
+    """Yield a function that shows what is done: a bar, or a line per minute in a pipe or file."""
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(), TimeElapsedColumn())
+    last = time.monotonic()
+    with Progress(*columns, console=console, transient=transient) as bar:
+        task = bar.add_task("", total=total)
 
-    def __init__(self, console: Console) -> None:
-        self.console, self.last = console, time.monotonic()
+        def show(text: str, done: float) -> None:
+            nonlocal last
+            bar.update(task, description=text, completed=done)
+            if not console.is_terminal and time.monotonic() - last >= 60:
+                last = time.monotonic()
+                print_plain(console, text)
 
-    def print(self, text: str) -> None:
-        """Print the text if the last line is a minute old."""
-        if not self.console.is_terminal and time.monotonic() - self.last >= 60:
-            self.last = time.monotonic()
-            print_plain(self.console, text)
+        yield show

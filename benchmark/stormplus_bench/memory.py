@@ -1,11 +1,9 @@
-"""Memory of a process and of an optimizer: peak, state, and what a step takes beyond them.
+"""Memory of an optimizer: its state, and what a step takes beyond it.
 
 The resident set is measured because memory that the allocator keeps counts too: small results
 between large temporaries leave holes that cannot be returned.
 """
 
-import contextlib
-import math
 import multiprocessing
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor
@@ -20,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from stormplus.torch import PairedOptimizer
 
 TENSORS, ELEMENTS = 50, 500_000  # 25 M parameters
-_STATUS, _RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESET = Path("/proc/self/clear_refs")
 
 
 def size_mb(tensors: Iterable[Tensor]) -> float:
@@ -37,23 +35,9 @@ def state_mb(optimizer: Any) -> float:
     return size_mb(tensors.values())
 
 
-def peak_memory_mb() -> float:
-    """Return the peak since `reset_peak_memory` in MB: on a GPU or on Linux, else nan."""
-    if torch.cuda.is_available():
-        return torch.cuda.max_memory_allocated() / 2**20
-    return _resident_mb("VmHWM")
-
-
-def reset_peak_memory() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-    with contextlib.suppress(OSError):  # Linux: "5" resets the peak to the current use
-        _RESET.write_text("5")
-
-
 def _resident_mb(what: str) -> float:
-    lines = _STATUS.read_text().splitlines() if _STATUS.exists() else []
-    return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(what)), math.nan)
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
 
 
 def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any], steps: int = 5) -> float | None:
@@ -72,7 +56,7 @@ def _measure(make: Callable[..., torch.optim.Optimizer], steps: int, threads: in
     torch.set_num_threads(threads)
     _run(make([_with_gradient(n) for n in (8, 8, 1 << 16)]), steps)  # imports and compiles
     params = [_with_gradient(ELEMENTS) for _ in range(TENSORS)]
-    reset_peak_memory()
+    _RESET.write_text("5")  # the peak to the current use
     before = _resident_mb("VmRSS")
     opt = make(params)
     _run(opt, steps)

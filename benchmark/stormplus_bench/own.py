@@ -131,6 +131,11 @@ def _variables(file: str) -> dict[str, Any]:
     try:
         return runpy.run_path(file)
     except (Exception, SystemExit) as error:
-        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
-        line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
-        raise ValueError(f"{file}, line {line}: {type(error).__name__}: {error}") from error
+        raise ValueError(described(error, file)) from error
+
+
+def described(error: BaseException, file: str) -> str:
+    """Return an error with the line of the user's file in which it happened."""
+    lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == file]
+    line = getattr(error, "lineno", None) or (lines[-1] if lines else "?")
+    return f"{file}, line {line}: {type(error).__name__}: {error}"

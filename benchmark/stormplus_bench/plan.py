@@ -14,7 +14,7 @@ import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.cli import did_you_mean
-from stormplus_bench.own import read_method, read_workload
+from stormplus_bench.own import described, read_method, read_workload
 from stormplus_bench.rows import Key
 
 FOLDER = Path(__file__).parent / "benchmark_stormplus"  # benchopt's benchmark
@@ -34,6 +34,13 @@ class Plan:
     runs: list[Key]
     skipped: dict[str, str]
     seconds: dict[str, float]
+
+    @property
+    def folders(self) -> set[Path]:
+        """The folders of the user's files."""
+        entries = [e for key in ("solver", "dataset") for e in self.config[key]]
+        own = [entry["own"] for entry in entries if isinstance(entry, dict) and "own" in entry]
+        return {Path(file).parent for options in own for file in options["file"]}
 
     def left(self, done: set[Key]) -> list[Key]:
         return [run for run in self.runs if run not in done]
@@ -60,8 +67,6 @@ def read_suite(name: str) -> dict[str, Any]:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadSuite(f"{path} is not YAML: {error}") from None
-    except RecursionError:
-        raise BadSuite(f"{path} is nested too deeply") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
     if unknown := sorted(map(str, set(config) - set(KEYS))):
@@ -126,9 +131,8 @@ def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] =
         try:
             plan.seconds[workload.name] = workload.budget * _seconds_per_gradient(workload)
         except Exception as error:
-            raise ValueError(
-                f"{workload.name}: the first gradient fails with {type(error).__name__}: {error}"
-            ) from error
+            where = getattr(dataset, "file", str(dataset))
+            raise ValueError(f"the first gradient fails: {described(error, where)}") from error
         for solver in solvers:
             if reason := solver.reason_to_skip(workload):
                 plan.skipped[f"{solver.method} on {workload.name}"] = reason

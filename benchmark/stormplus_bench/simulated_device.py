@@ -13,17 +13,16 @@ The counts follow torch's CUDA code (ForeachUtils.h of 2.13, kernels of several 
   tensors and 2240 chunks of 65536 elements. Builds for older versions of CUDA start another launch
   after 30 to 110 tensors (the more lists, the fewer) or 320 chunks.
 - A non-blocking copy never waits. In reality the driver waits if the host memory is pageable.
+- Lists of multi-tensor calls are taken to be floating-point, and norms to be of order 1, 2 or inf.
 - Random numbers come from the CPU's generator. Streams, events and graphs are not simulated.
 """
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from numbers import Number
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
 from unittest import mock
@@ -42,9 +41,8 @@ META = torch.device("meta")
 NO_KERNEL = {"_unsafe_view", "is_pinned", "is_same_size", "record_stream"}
 SYNCS = {"_unique", "_unique2", "bincount", "equal", "masked_select", "nonzero", "unique_dim"}
 INDEXING = {"_index_put_impl_", "_unsafe_index", "index", "index_put", "index_put_"}
-# Multi-tensor operations whose fast route accepts integers, and those with three kernels: clear
-# the partial results, reduce each chunk, reduce each tensor.
-INTEGRAL = {"abs", "add", "clone", "copy", "max", "mul", "neg", "sub", "zero"}
+# Multi-tensor operations with three kernels: clear the partial results, reduce each chunk, reduce
+# each tensor.
 THREE_KERNELS = {"max", "norm", "powsum"}
 
 
@@ -91,27 +89,10 @@ class SimulatedTensor(Tensor):
         if func in (Tensor.data_ptr, Tensor.untyped_storage):
             return func(value(args[0]))
         with torch._C.DisableTorchFunctionSubclass():
-            result = func(*args, **(kwargs or {}))
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            args[0].on_cpu = args[1].on_cpu
-        return result
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
-        copied = memo[id(self)] = self.detach().clone().requires_grad_(self.requires_grad)
-        copied._is_param = getattr(self, "_is_param", False)
-        copied.grad = copy.deepcopy(self.grad, memo)
-        return copied
-
-    def __setitem__(self, index: Any, new: Any) -> None:
-        if isinstance(new, Number):  # stays on the host, as it does for CUDA tensors
-            new = torch.tensor(new, dtype=self.dtype)
-        super().__setitem__(index, new)
+            return func(*args, **(kwargs or {}))
 
     def new_tensor(self, data: Any, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         return torch.tensor(data, dtype=dtype or self.dtype, device=self.device)
-
-    def tolist(self) -> Any:
-        return self.cpu().tolist()
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"SimulatedTensor({self.on_cpu}, device='{self.device}')"
@@ -197,7 +178,7 @@ class SimulatedDevice(TorchDispatchMode):
         result = func(*tree_map_only(Tensor, value, args), **tree_map_only(Tensor, value, kwargs))
         if name.startswith("_foreach_") and name.endswith("_"):  # the kernels do this, not autograd
             for t in given["self"]:
-                if on_device(t) and not t.is_inference():
+                if on_device(t):
                     torch.autograd.graph.increment_version(t)
         if device is not None and not creates_here:
             return result
@@ -206,8 +187,6 @@ class SimulatedDevice(TorchDispatchMode):
 
     def _wrap(self, name: str, inner: Tensor, arguments: Mapping[int, Tensor]) -> Tensor:
         if id(inner) in arguments:  # a call that writes into an argument returns it
-            if arguments[id(inner)].shape != inner.shape:
-                raise NotImplementedError(f"{name} resizes a simulated tensor")
             return arguments[id(inner)]
         if not self.float64 and inner.dtype in (torch.float64, torch.complex128):
             raise TypeError(f"{name} at {_library_line()} creates {inner.dtype} on {self.device}")
@@ -284,18 +263,11 @@ def _indexing_events(given: Arguments) -> Events:
     indices = [i for i in given["indices"] if i is not None]
     masks = sum(on_device(i) and i.dtype in (torch.bool, torch.uint8) for i in indices)
     copies = sum(not on_device(i) for i in indices)
-    values = given.get("values")
-    is_number = values is not None and values.numel() == 1 and not on_device(values)
-    if is_number and masks == len(indices) == 1 and not given.get("accumulate"):
-        return {"launch": 1}  # masked_fill_
     return {"launch": 1 + masks, "sync": masks + copies, "h2d": copies}
 
 
-def _takes_fast_route(  # noqa: PLR0911
-    operation: str, lists: list[list[Any]], given: Arguments
-) -> bool:
+def _takes_fast_route(operation: str, lists: list[list[Any]], given: Arguments) -> bool:
     """Mirror can_use_fast_route in ATen/native/ForeachUtils.h and what its callers add to it."""
-    first = lists[0][0]
     if not all(on_device(t) and _is_dense(t.on_cpu) for members in lists for t in members):
         return False
     dtypes = [{t.dtype for t in members} for members in lists]
@@ -303,17 +275,8 @@ def _takes_fast_route(  # noqa: PLR0911
         return False
     if not all(_same_layout(*pair) for others in lists[1:] for pair in zip(lists[0], others)):
         return False
-    if not (first.is_floating_point() or first.is_complex() or operation in INTEGRAL):
-        return False
-    if first.is_complex() and operation in THREE_KERNELS | {"abs"}:
-        return False
-    if operation in ("norm", "powsum") and given.get("ord", 2) not in (1, 2, float("inf")):
-        return False
-    scalars: list[Any] = [s for s in tree_leaves(list(given.values())) if isinstance(s, Number)]
-    if any(torch.result_type(first.on_cpu, s) != first.dtype for s in scalars):
-        return False
     # A tensor operand must have the same dtype. One on the CPU becomes a number.
-    return all(t.dtype == first.dtype for t in given.values() if on_device(t))
+    return all(t.dtype == lists[0][0].dtype for t in given.values() if on_device(t))
 
 
 def _is_dense(tensor: Tensor) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, scores
-from stormplus_bench.methods import COMPARED, NO_RATE, OURS, TIERS, ordered
+from stormplus_bench.methods import COMPARED, METHODS, NO_RATE, OURS, TIERS, ordered
 from stormplus_bench.profiles import performance_profile
 
 
@@ -45,14 +45,17 @@ def fixed(decimals: int) -> Callable[[float], str]:
 class Table:
     """A table of the report; `name` is that of the block that it fills in a page.
 
-    The frame has numbers and texts; its index is the first column. `formats` says by column how
-    to write numbers; otherwise `number` does.
+    The frame has numbers and texts; its index is the first column, and columns without a value are
+    left out. `formats` says by column how to write numbers; otherwise `number` does.
     """
 
     name: str
     caption: str
     frame: pd.DataFrame
     formats: Mapping[str, Callable[[float], str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "frame", self.frame.dropna(axis="columns", how="all"))
 
     def text(self) -> pd.DataFrame:
         """Return the frame with every cell as text."""
@@ -121,29 +124,35 @@ def fill(page: str, blocks: Mapping[str, str], file: str) -> str:
 
 
 def all_tables(frame: pd.DataFrame, step_times: Mapping[str, float]) -> list[Table]:
-    """Return the report's tables; `step_times` are those of `readme_table`."""
-    return [
+    """Return the report's tables that have a value; `step_times` are those of `readme_table`."""
+    found = [
         readme_table(frame, step_times),
         gap_table(frame),
         wins_table(frame),
         scores_table(frame),
-        validation_table(_networks(frame)),
+        validation_table(_validated(frame)),
         results_table(frame),
     ]
+    return [table for table in found if not table.frame.empty]
 
 
-def _networks(frame: pd.DataFrame) -> pd.DataFrame:
-    """Return the finals at defaults of README's methods on networks."""
+def _validated(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return finals at defaults: on networks, of README's methods and the reader's; or else all."""
     ends = finals.defaults(frame)
-    return ends[ends["workload"].isin(TIERS["networks"]) & ends["method"].isin(COMPARED)]
+    methods = ends["method"].isin(COMPARED) | ~ends["method"].isin(METHODS)
+    shown = methods & ends["workload"].isin(TIERS["networks"])
+    return ends[shown] if shown.any() else ends
 
 
 def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
     """Return the methods that people choose from, one line each, for README.
 
-    `step_times` are times per step over that of Adam(fused=True), by method; they may be empty.
+    The table is empty without a workload of README. `step_times` are times per step over that of
+    Adam(fused=True), by method; they may be empty.
     """
-    gaps, known = scores.gap(frame), [name for name in COMPARED if name in set(frame["method"])]
+    gaps, ends = scores.gap(frame), finals.defaults(frame)
+    on_page = ends["workload"].isin([*TIERS["networks"], *TIERS["smooth"]])
+    known = [name for name in COMPARED if name in set(ends["method"][on_page])]
     table = pd.DataFrame.from_dict(
         {name: COMPARED[name] for name in known},
         orient="index",
@@ -154,7 +163,8 @@ def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
         column = f"gap at defaults, {title}, %"
         mean = scores.mean_gap(gaps[gaps["workload"].isin(TIERS[tier])])["mean"]
         table[column], formats[column] = 100 * mean.reindex(known), percent
-    accuracy = validation_table(_networks(frame)).frame.filter(like=", %")
+    networks = ends[ends["workload"].isin(TIERS["networks"])]
+    accuracy = validation_table(networks).frame.filter(like=", %").reindex(known)
     column = "validation accuracy, networks, %"
     table[column], formats[column] = accuracy.mean(axis=1, skipna=False), fixed(1)
     if step_times:
@@ -229,12 +239,17 @@ def losses_table(frame: pd.DataFrame) -> Table:
             "default": finals.defaults(frame).set_index(keys)["loss"].reindex(best.index),
             "best": best["loss"],
             "lr of best": best["lr"].drop(index=list(NO_RATE), level="method", errors="ignore"),
+            "validation loss": best["valid_loss"],
+            "validation accuracy": best["valid_accuracy"],
         }
     )
     table = table.reindex(ordered(frame["method"]), level="method").sort_index(
         level="workload", sort_remaining=False
     )
-    caption = "Final training loss at the default and at the best lr, median over seeds."
+    caption = (
+        "Final training loss at the default and at the best lr, and validation at the best lr, "
+        "medians over seeds."
+    )
     return Table("losses", caption, table, dict.fromkeys(table, lambda value: number(value, 4)))
 
 

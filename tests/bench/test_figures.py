@@ -51,7 +51,6 @@ ODD = {
     "huge": [make_row([1e-20, 1e20])],
     "nothing measured": [make_row([None, None])],
     "names": [make_row([2, 1], method=name) for name in (r"$\frac{$", "_hidden", "long" * 50)],
-    "long": [make_row([1 / (1 + i) for i in range(500)], evaluations=range(500))],
 }
 
 

@@ -6,7 +6,7 @@ import signal
 import pytest
 from rich.console import Console
 
-from stormplus_bench.interrupts import ProgressLog, interruptible
+from stormplus_bench.interrupts import interruptible, progress
 
 
 @pytest.mark.parametrize("sign", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
@@ -29,7 +29,7 @@ def test_a_pipe_gets_a_line_per_minute_and_a_terminal_none(monkeypatch, terminal
     now = 0.0
     monkeypatch.setattr("stormplus_bench.interrupts.time.monotonic", lambda: now)
     output = io.StringIO()
-    log_line = ProgressLog(Console(file=output, force_terminal=terminal))
-    for now in (0.5, 59.0, 60.0, 61.0, 119.0, 130.0):
-        log_line.print(f"[{now}] done")
-    assert output.getvalue().count("done") == lines
+    with progress(Console(file=output, force_terminal=terminal), 10, transient=True) as show:
+        for now in (0.5, 59.0, 60.0, 61.0, 119.0, 130.0):
+            show(f"[{now}] done", 1)
+    assert output.getvalue().count("done\n") == lines

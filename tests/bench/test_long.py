@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_rows import frame_of, make_row
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
 from stormplus_bench.methods import METHODS, TIERS
-from stormplus_bench.plan import FOLDER, read_suite
+from stormplus_bench.plan import FOLDER, read_suite, suites
 from stormplus_bench.train import catalogue, long, networks
 from stormplus_bench.train.training import Training
 
@@ -42,18 +41,22 @@ def methods(names):
 
 
 def test_the_held_out_workloads_have_the_methods_of_the_others_and_are_not_among_them():
-    suites = [read_suite(name) for name in ("long", "long-held-out")]
-    assert suites[0]["solver"] == suites[1]["solver"]
-    assert suites[0]["objective"] == suites[1]["objective"]
-    names = [set(suite["dataset"][0]["long"]["workload"]) for suite in suites]
+    seen, held_out = (read_suite(name) for name in ("long", "long-held-out"))
+    assert seen["solver"] == held_out["solver"]
+    assert seen["objective"] == held_out["objective"]
+    names = [set(suite["dataset"][0]["long"]["workload"]) for suite in (seen, held_out)]
     assert names[1] == {"vit-cifar10", "lora-cifar10"}
     assert not names[0] & names[1]
     assert names[0] | names[1] == set(long.LONG)
-    assert {s.method for s in methods(suites[0]["solver"])} <= set(METHODS)
 
 
-@pytest.mark.parametrize("name", ["mars[approximate=True]", "muon"])
-def test_a_method_for_matrices_skips_a_model_without_one(name):
+@pytest.mark.parametrize("name", suites())
+def test_the_solvers_of_every_suite_are_methods_of_the_benchmark(name):
+    assert {solver.method for solver in methods(read_suite(name)["solver"])} <= set(METHODS)
+
+
+@pytest.mark.parametrize("name", ["mars-approximate", "muon", "untuned[lr=0.1]"])
+def test_a_run_that_makes_no_sense_is_skipped_with_its_reason(name):
     (solver,) = methods([name])
     assert "no" in solver.reason_to_skip(catalogue.nmf())
 
@@ -133,20 +136,6 @@ def script(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_each_method_is_at_its_best_rate_in_the_tables():
-    ends = [
-        ("Adam", 0.1, 0, 1),
-        ("Adam", 1.0, 0, 3),
-        ("Untuned", 1.0, 0, 2),
-        ("Untuned", 1.0, 1, 4),
-    ]
-    same = {"workload": "finetune-cifar10"}
-    found = [make_row([5, end], method=m, lr=lr, seed=s, **same) for m, lr, s, end in ends]
-    tables = script("benchmark/scripts/long.py").tables_of(frame_of(found))
-    assert "| Untuned | 50 | 50 |" in tables["long"]  # ends at 3 on average, of 5 -> 1
-    assert "| Adam | 1 |" in tables["long-validation"]  # the validation loss is the training loss
 
 
 @pytest.mark.long

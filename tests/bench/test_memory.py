@@ -6,7 +6,7 @@ import torch
 from stormplus import StormPlus, Untuned
 from stormplus_bench.commands.bench_step import frozen_parameters
 from stormplus_bench.launches import device_counts
-from stormplus_bench.memory import peak, peak_memory_mb, reset_peak_memory
+from stormplus_bench.memory import peak
 
 L2, DECOUPLED = {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}
 
@@ -38,18 +38,6 @@ def test_the_measure_sees_temporaries():
     assert grown is None or grown > 0.5
 
 
-def test_peak_memory_is_measured_and_reset():
-    reset_peak_memory()
-    before = peak_memory_mb()
-    if not before > 0:
-        pytest.skip("neither a GPU nor Linux")
-    large = torch.ones(400 * 2**18)  # 400 MB
-    assert peak_memory_mb() >= before + 100
-    del large
-    reset_peak_memory()
-    assert peak_memory_mb() <= before + 20
-
-
 def test_both_halves_of_a_pair_are_counted():
     events = []
 
@@ -66,4 +54,4 @@ def test_bench_step_prints_what_frozen_parameters_add(capsys):
     frozen_parameters(rounds=2, frozen=5)
     _, *lines = capsys.readouterr().out.strip().splitlines()
     assert [line.split()[0] for line in lines] == ["StormPlus", "Untuned", "SGD(momentum=0.9)"]
-    assert all(float(line.split()[-1].rstrip("x")) > 0 for line in lines)
+    assert all(float(line.split()[-1]) > 0 for line in lines)

@@ -121,8 +121,10 @@ def test_a_seed_determines_dropout():
 def test_a_workload_of_the_benchmark_by_its_name():
     found = compare({"[/a]": sgd}, workload="logistic-breast-cancer")
     assert found.table.loc["[/a]", "validation accuracy"] > 0.8
-    with pytest.raises(ValueError, match=r"no workload 'nothing': choose from .*mlp-digits"):
-        end_of("nothing")
+    with pytest.raises(
+        ValueError, match=r"no workload 'nfm', did you mean 'nmf'\? Choose from .*digits"
+    ):
+        end_of("nfm")
 
 
 def test_kinds_of_data_and_of_models_give_the_same_runs():
@@ -243,6 +245,8 @@ def test_files_join_a_suite(files):
         ("mine", "x = (", "line 1: SyntaxError"),
         ("lines", "budget = 3", "a workload needs model, loss, data"),
         ("lines", WORKLOAD + "budget = 'a'", "budget should be a positive int, got 'a'"),
+        ("lines", WORKLOAD.replace("(4, 1)", "(5, 1)"), "the first gradient fails: "),
+        ("lines", WORKLOAD.replace("(4, 1)", "(5, 1)"), "lines.py, line 13: RuntimeError"),
         ("lines", WORKLOAD + "name = 'nmf'", "nmf is a workload of the benchmark"),
     ],
 )

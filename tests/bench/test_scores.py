@@ -142,25 +142,6 @@ def test_results_have_a_line_for_each_workload_and_method(frame):
     assert line == pytest.approx([0.1, 4, 350 / 9.5, 1, 0.5, 1, 4, 0])
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "status"),
-    [
-        ([5], [5], "diverged"),
-        ([], [], "diverged"),
-        ([1, 0], [1, 0], "done"),
-        ([1, 3], [1, 2], "done"),
-        ([1e20, 0], [1e20, 1e-20], "done"),
-        ([None, None], [None, None], "done"),
-    ],
-)
-def test_odd_rows_have_scores_too(ours, theirs, status):
-    frame = frame_of([make_row(ours, method="STORM+", status=status), make_row(theirs)])
-    assert not (scores.gap(frame)["gap"] < 0).any()
-    assert profiles.performance_profile(frame).scores.between(0, 1).all()
-    assert set(scores.wins_ties_losses(frame, "STORM+")["outcome"]) <= {"win", "tie", "loss"}
-    assert len(scores.results(frame)) == 2
-
-
 def test_curves_are_medians_and_diverged_runs_stay_infinite(frame):
     table = profiles.curves(frame)
     adam = table[(table["workload"] == "b") & (table["method"] == "Adam")]

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from stormplus_bench.data import MissingData
-from stormplus_bench.plan import read_suite
 from stormplus_bench.train import small_data
 from stormplus_bench.train.small_data import SMALL_DATA, Encoder
 
@@ -36,19 +35,10 @@ def test_the_encoder_ignores_padding(tmp_path):
     transformers.BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
     model = Encoder(tmp_path, classes=3).eval()
     assert isinstance(model.head, nn.Linear)
-    mask = torch.tensor([[1, 1, 1, 0]])
-    first, second = (model(torch.tensor([[1, 2, 3, last]]), mask) for last in (4, 19))
+    mask = [1, 1, 1, 0]
+    first, second = (model(torch.tensor([[[1, 2, 3, last], mask]])) for last in (4, 19))
     assert first.shape == (1, 3)
     torch.testing.assert_close(first, second)
-
-
-def test_docstrings_of_functions_and_classes_are_texts(tmp_path):
-    long, short = "Return what is needed for this test, in a long sentence to be kept.", "Short."
-    file = tmp_path / "module.py"
-    file.write_text(f'"""{long}"""\nclass A:\n    """{long} A"""\ndef f():\n    """{short}"""\n')
-    assert list(small_data._docstrings(file)) == [f"{long} A"]
-    file.write_text("def {{ name }}")
-    assert list(small_data._docstrings(file)) == []
 
 
 def test_texts_do_not_mention_their_package(tmp_path):
@@ -56,8 +46,3 @@ def test_texts_do_not_mention_their_package(tmp_path):
     functions = [f'def f():\n    """{text}{end}"""\n' for end in (".", " by Numpy.")]
     (tmp_path / "a.py").write_text("".join(functions))
     assert small_data._chosen("numpy", tmp_path, 0) == [f"{text}."]
-
-
-def test_the_suite_names_both_workloads():
-    assert read_suite("small-data")["dataset"] == ["small-data"]
-    assert set(SMALL_DATA) == {"resnet-noisy-digits", "minilm-docstrings"}

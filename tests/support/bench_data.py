@@ -64,7 +64,7 @@ class Downloads:
 
     def __init__(self, monkeypatch):
         self.content, self.spoil, self.requests = released(), {}, []
-        monkeypatch.setattr(data.pooch, "HTTPDownloader", lambda progressbar: self.download)
+        monkeypatch.setattr("pooch.core.choose_downloader", lambda url, progressbar: self.download)
         for name, remotes in data.REMOTES.items():
             monkeypatch.setitem(data.REMOTES, name, [self._small(*r) for r in remotes])
 

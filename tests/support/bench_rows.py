@@ -22,7 +22,7 @@ def make_row(losses: Iterable[float | None], **fields: Any) -> dict[str, Any]:
     row = {
         **{"workload": "w", "method": "SGD", "lr": 0.1, "default": True, "seed": 0},
         **{"status": "done", "budget": 100, "batch_size": 64},
-        **{"peak_memory_mb": 300.0, "state_mb": 0.5, "curve": curve, "machine": "a test"},
+        **{"state_mb": 0.5, "curve": curve, "machine": "a test"},
         "versions": {"stormplus": "0.1.0", "torch": "2.13.0"},
     }
     return row | fields

@@ -68,9 +68,7 @@ MULTI_TENSOR = {  # what is done to a list of four tensors, and its launches
     "copy of two dtypes": (lambda a, put: torch._foreach_copy_([t.double() for t in a], a), 1),
     "two strides": (lambda a, put: torch._foreach_add(a, [t.t() for t in a]), 4),
     "gaps": (lambda a, put: torch._foreach_neg_([t[:, :1] for t in a]), 4),
-    "integers": (lambda a, put: torch._foreach_sqrt([t.long() for t in a]), 4),
     "norm": (lambda a, put: torch._foreach_norm(a), 3),
-    "another norm": (lambda a, put: torch._foreach_norm(a, 3), 4),
 }
 
 
@@ -86,7 +84,6 @@ CALLS = {  # what is done with x on the device and h on the CPU: launches, syncs
     "item": (lambda x, h: x.sum().item(), (1, 1, 0, 0)),
     "equal": (lambda x, h: torch.equal(x, x), (1, 1, 0, 0)),
     "read with a mask": (lambda x, h: x[x > 1], (3, 1, 0, 0)),
-    "write with a mask": (lambda x, h: x.__setitem__(x > 1, 0.0), (2, 0, 0, 0)),
     "blocking copy to the CPU": (lambda x, h: h.copy_(x), (0, 1, 0, 1)),
     "copy to the CPU": (lambda x, h: x.to("cpu", non_blocking=True), (0, 0, 0, 1)),
     "blocking copy from the CPU": (lambda x, h: x.copy_(h), (0, 1, 1, 0)),

@@ -6,7 +6,7 @@ from stormplus_bench import data
 
 
 def check_test_dataset_get_data(benchmark, dataset):
-    name = {"long": "mnist"}.get(dataset.name, dataset.name)
+    name = {"long": "shakespeare"}.get(dataset.name, dataset.name)
     if name in data.NAMES:
         try:
             data.load(name)

@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 import click
+import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import torch
 from torch import Tensor, nn
 
@@ -67,6 +68,10 @@ def median_ratio(times: list[float], others: list[float]) -> float:
     return median(a / b for a, b in zip(times, others))
 
 
+def show(title: str, table: pd.DataFrame | pd.Series) -> None:
+    click.echo(f"\n{title}\n{table.to_string(float_format='{:.3g}'.format)}")
+
+
 def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
     """Print times of a step, ratios to Adam's, and sizes of the state."""
     params = parameters(shapes)
@@ -80,48 +85,49 @@ def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
     again = seconds(optimizers["Adam(fused=True)"].step)
     many = min(500, round(0.01 * rounds / again))  # short steps are timed more often
     times = times_of(optimizers, params, max(rounds, many))
+    table = pd.DataFrame(index=list(optimizers))
+    table["ms"] = [1e3 * median(each) for each in times.values()]
+    for way in ("foreach", "fused"):
+        adam = times[f"Adam({way}=True)"]
+        table[f"/ Adam({way})"] = [median_ratio(each, adam) for each in times.values()]
+    table["state, MB"] = [state_mb(opt) for opt in optimizers.values()]
+    table["state / model"] = table["state, MB"] / size
+    table["first call, s"] = pd.Series(first_call)
     weights = sum(p.numel() for p in params) / 1e6
-    click.echo(f"\n{name}: {weights:.3g} M parameters in {len(params)} tensors")
-    heads = f"{'ms':>8s}{'/ foreach':>11s}{'/ fused':>9s}{'state':>18s}{'first call':>12s}"
-    click.echo(" " * 38 + heads)
-    for label, opt in optimizers.items():
-        ratios = [
-            median_ratio(times[label], times[f"Adam({k}=True)"]) for k in ("foreach", "fused")
-        ]
-        click.echo(
-            f"{label:38s}{1e3 * median(times[label]):8.3g}{ratios[0]:10.2f}x{ratios[1]:8.2f}x"
-            f"{f'{state_mb(opt):.1f} MB, {state_mb(opt) / size:.3f}x':>18s}"
-            f"{first_call[label]:10.2f} s"
-        )
+    show(f"{name}: {weights:.3g} M parameters in {len(params)} tensors", table)
 
 
 def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
     """Print what frozen parameters add to a step."""
-    click.echo(f"\n{frozen:,} frozen parameters and 4 trainable ones: step with them / without")
+    ratios = {}
     for label in ("StormPlus (default)", "Untuned (one gradient)", "SGD(momentum=0.9)"):
         trained = parameters([torch.Size([16])] * 4)
         still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(frozen)]
         make = OPTIMIZERS[label]
         times = times_of({"with": make([*trained, *still]), "without": make(trained)}, [], rounds)
-        click.echo(f"  {label:24s}{median_ratio(times['with'], times['without']):6.2f}x")
+        ratios[label] = median_ratio(times["with"], times["without"])
+    title = f"{frozen:,} frozen parameters and 4 trainable ones: step with them / without"
+    show(title, pd.Series(ratios))
 
 
 def peaks() -> None:
     """Print the peak memory of some steps beyond parameters, gradients and state."""
     if peak(SGD, {}) is None:
         return
-    click.echo(
-        f"\n{TENSORS * ELEMENTS / 1e6:.0f} M parameters in {TENSORS} tensors: peak memory beyond "
-        "parameters, gradients and state, in sizes of the model"
-    )
     kinds: list[dict[str, Any]] = [{}, {"foreach": False}, {"foreach": True}]
     cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = []
     for kind in kinds:
         cases += [(StormPlus, kind), (StormPlus, kind | {"weight_decay": 0.1})]
     cases += [(Untuned, {}), (Adam, {"fused": True}), (Adam, {"foreach": True})]
+    found = {}
     for cls, options in cases:
         label = ", ".join(f"{name}={value}" for name, value in options.items())
-        click.echo(f"  {f'{cls.__name__}({label})':46s}{peak(cls, options):6.2f}")
+        found[f"{cls.__name__}({label})"] = peak(cls, options)
+    show(
+        f"{TENSORS * ELEMENTS / 1e6:.0f} M parameters in {TENSORS} tensors: peak memory beyond "
+        "parameters, gradients and state, in sizes of the model",
+        pd.Series(found),
+    )
 
 
 def launch_counts() -> None:
@@ -136,13 +142,12 @@ def launch_counts() -> None:
         "Adam(foreach=True)": partial(Adam, foreach=True),
         "Adam(fused=True)": partial(Adam, fused=True),
     }
-    click.echo(f"\nPer step on a simulated GPU without Triton, ResNet34's {len(shapes)} tensors")
-    click.echo(" " * 38 + f"{'launches':>10s}{'syncs':>7s}{'H2D':>5s}{'D2H':>5s}")
+    found = {}
     for label, make in cases.items():
         dtype = BF16 if "bfloat16 parameters" in label else torch.float32
-        counts = device_counts(make, shapes, dtype=dtype)
-        columns = f"{counts.launches:10d}{counts.syncs:7d}{counts.h2d:5d}{counts.d2h:5d}"
-        click.echo(f"{label:38s}{columns}")
+        found[label] = device_counts(make, shapes, dtype=dtype)._asdict()
+    title = f"Per step on a simulated GPU without Triton, ResNet34's {len(shapes)} tensors"
+    show(title, pd.DataFrame(found).T)
 
 
 def share_of_training(rounds: int) -> None:

@@ -5,11 +5,12 @@ from pathlib import Path
 import click
 
 from stormplus_bench import data as sets
+from stormplus_bench.interrupts import EXIT_CODES
 
 SIZES = {"cifar10": "170 MB", "mnist": "12 MB", "shakespeare": "1 MB"}
 
 
-@click.command()
+@click.command(epilog=EXIT_CODES)
 @click.argument("names", nargs=-1, type=click.Choice(sets.NAMES), metavar="[NAME]...")
 @click.option(
     "--data-dir",
@@ -27,10 +28,6 @@ def data(names: tuple[str, ...], folder: Path | None) -> None:
     Examples:
       stormplus data                     what is there, what is missing
       stormplus data mnist shakespeare   download two of them
-
-    \b
-    Exit codes: 0 everything is there; 1 something could not be downloaded or is broken;
-    2 wrong usage; 130 interrupted (repeat the command to continue).
     """  # noqa: D301 - click's own mark
     click.echo(f"data folder: {sets.data_folder(folder)}")
     failed = False

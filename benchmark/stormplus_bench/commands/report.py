@@ -10,14 +10,14 @@ from matplotlib.figure import Figure
 from rich.console import Console
 
 from stormplus_bench import figures, finals, page, rows, scores, tables
-from stormplus_bench.interrupts import exit_on_error
+from stormplus_bench.interrupts import EXIT_CODES, exit_on_error
 from stormplus_bench.methods import few, in_figures
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
 
 
-@click.command(context_settings={"max_content_width": 96, "show_default": True})
+@click.command(context_settings={"max_content_width": 96, "show_default": True}, epilog=EXIT_CODES)
 @click.argument("files", metavar="ROWS...", nargs=-1, required=True, type=FILE)
 @click.option("--output", type=FOLDER, default=Path("out/report"), help="The folder to write to.")
 @click.option("--readme", type=FILE, multiple=True, help="A Markdown file; may be repeated.")
@@ -52,12 +52,6 @@ def report(  # noqa: PLR0917
       stormplus report out/smooth/rows.jsonl
       stormplus report rows.jsonl --json > tables.json
       stormplus report rows.jsonl more.jsonl --readme README.md
-
-    \b
-    Exit codes:
-      0    all files were written
-      1    ROWS or a page cannot be used, or a file cannot be written
-      2    wrong usage
     """  # noqa: D301 - \b is click's mark for lines that must not be wrapped
     with exit_on_error(output, Console(stderr=True)):
         frame = read(files)
@@ -65,7 +59,7 @@ def report(  # noqa: PLR0917
         found = tables.all_tables(frame, times)
         blocks = {table.name: table.markdown() for table in found}
         filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in readme}
-        html = page.build(frame, found[1:], home)
+        html = page.build(frame, [table for table in found if table.name != "table"], home)
         (output / "figures").mkdir(parents=True, exist_ok=True)
         scores.results(frame).to_csv(output / "table.csv", index=False)
         (output / "index.html").write_text(html, "utf-8")
@@ -82,8 +76,8 @@ def report(  # noqa: PLR0917
 
 
 def read(files: tuple[Path, ...]) -> pd.DataFrame:
-    """Return the rows of all files; warn about an incomplete last line."""
-    frame = rows.load(*files, on_cut=_warn)
+    """Return the rows of all files, if they can be compared."""
+    frame = rows.load(*files)
     names = ", ".join(map(str, files))
     if frame.empty:
         raise ValueError(f"{names}: no runs yet; start the benchmark")
@@ -92,10 +86,6 @@ def read(files: tuple[Path, ...]) -> pd.DataFrame:
     finals.defaults(frame)  # raises if a method has two
     finals.check_budgets(frame)
     return frame
-
-
-def _warn(path: Path, line: int) -> None:
-    click.echo(f"Warning: skipped {path}, line {line}, which is incomplete", err=True)
 
 
 def read_step_times(path: Path) -> dict[str, float]:

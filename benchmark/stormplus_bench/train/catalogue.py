@@ -86,7 +86,7 @@ def matrix_completion() -> Smooth:
     return Smooth("matrix-completion", seen, unseen)
 
 
-SMOOTH = {
+SMOOTH: dict[str, Callable[[], Workload]] = {
     "logistic-breast-cancer": logistic_breast_cancer,
     "logistic-digits": logistic_digits,
     "phase-retrieval": phase_retrieval,
@@ -128,7 +128,10 @@ def mnist(model: str) -> Network:
 
 
 def cifar10(model: str) -> Network:
-    makes = {"bncnn": networks.batchnorm_cnn, "resnet": networks.small_resnet}
+    makes: dict[str, Callable[[], nn.Module]] = {
+        "bncnn": networks.batchnorm_cnn,
+        "resnet": networks.small_resnet,
+    }
     workload = on_cifar10(f"{model}-cifar10", makes[model], {"bncnn": 800, "resnet": 400}[model])
     workload.measured = {"bncnn": 1000, "resnet": 500}[model]  # a forward pass is expensive
     return workload
@@ -230,14 +233,14 @@ def _pixels(model: nn.Module, batch: Split) -> Tensor:
     return F.binary_cross_entropy_with_logits(model(images), images.flatten(1))
 
 
+# By data set and model.
+NETWORKS: dict[str, dict[str, Callable[[], Network]]] = {
+    "digits": {model: partial(digits, model) for model in ("mlp", "cnn")},
+    "mnist": {model: partial(mnist, model) for model in ("cnn", "autoencoder")},
+    "cifar10": {model: partial(cifar10, model) for model in ("bncnn", "resnet")},
+    "shakespeare": {"gpt": shakespeare},
+}
 # By name.
-EVERY: dict[str, Callable[[], Workload]] = {
-    **SMOOTH,
-    "mlp-digits": partial(digits, "mlp"),
-    "cnn-digits": partial(digits, "cnn"),
-    "cnn-mnist": partial(mnist, "cnn"),
-    "autoencoder-mnist": partial(mnist, "autoencoder"),
-    "bncnn-cifar10": partial(cifar10, "bncnn"),
-    "resnet-cifar10": partial(cifar10, "resnet"),
-    "gpt-shakespeare": shakespeare,
+EVERY: dict[str, Callable[[], Workload]] = SMOOTH | {
+    f"{model}-{data}": make for data, makes in NETWORKS.items() for model, make in makes.items()
 }

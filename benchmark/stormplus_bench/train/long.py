@@ -6,6 +6,7 @@ The ViT and LoRA are held out: no decision on `Untuned` has used them.
 import copy
 from collections.abc import Callable
 from functools import lru_cache, partial
+from typing import Any
 
 import torch
 from torch import Generator, Tensor, nn
@@ -13,6 +14,8 @@ from torch.nn import functional as F
 
 from stormplus_bench.train import catalogue, networks
 from stormplus_bench.train.catalogue import Split, on_cifar10
+from stormplus_bench.train.steppers import OneGradient
+from stormplus_bench.train.training import Training
 from stormplus_bench.train.workload import Network
 
 # Fewer measurements; the target of the performance profiles is read off at 0.7.
@@ -77,18 +80,12 @@ _first_half, _second_half = (partial(_classes, half=half) for half in (0, 1))
 
 
 @lru_cache
-def _trained() -> nn.Sequential:
+def _trained() -> Any:
     """Return the network to fine-tune, trained on the first half of the classes."""
     workload = on_cifar10("", partial(networks.batchnorm_cnn, HALF), TRAINED, _first_half)
-    model = workload.model(0)
-    assert isinstance(model, nn.Sequential)
-    model.train()
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
-    for _, sample in zip(range(workload.budget), workload.samples(0)):
-        optimizer.zero_grad()
-        workload.loss(model, sample).backward()
-        optimizer.step()
-    return model
+    run = Training(workload, lambda t: OneGradient(torch.optim.Adam(t.parameters, lr=1e-3)), 0)
+    run.advance(TRAINED)
+    return run.model
 
 
 def crops_and_flips(images: Tensor, generator: Generator) -> Tensor:

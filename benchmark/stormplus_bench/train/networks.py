@@ -64,7 +64,7 @@ class BasicBlock(nn.Module):
         return z
 
 
-def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
+def resnet34(classes: int = 10) -> nn.Sequential:
     layers: OrderedDict[str, nn.Module] = OrderedDict(
         conv1=nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
         bn1=nn.BatchNorm2d(64),
@@ -72,7 +72,7 @@ def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
         maxpool=nn.MaxPool2d(3, 2, padding=1),
     )
     inputs = 64
-    for i, count in enumerate(depths):
+    for i, count in enumerate((3, 4, 6, 3)):
         outputs = 64 * 2**i
         first = BasicBlock(inputs, outputs, stride=1 if i == 0 else 2)
         others = [BasicBlock(outputs, outputs, stride=1) for _ in range(count - 1)]
@@ -86,10 +86,6 @@ def resnet(depths: tuple[int, int, int, int], classes: int) -> nn.Sequential:
         if isinstance(module, nn.Conv2d):
             nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
     return model
-
-
-def resnet34(classes: int = 10) -> nn.Sequential:
-    return resnet((3, 4, 6, 3), classes)
 
 
 def perceptron(*sizes: int) -> nn.Sequential:
@@ -130,11 +126,12 @@ def batchnorm_cnn(classes: int = 10) -> nn.Module:
     return nn.Sequential(*layers, nn.Flatten(), nn.Linear(1024, classes))
 
 
-def small_resnet() -> nn.Module:
-    """ResNet-8 in the manner of He et al. (2016), Sec. 4.2: 8, 16, 32 channels."""
-    start = [nn.Conv2d(3, 8, 3, padding=1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
-    blocks = [BasicBlock(8, 8, 1), BasicBlock(8, 16, 2), BasicBlock(16, 32, 2)]
-    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, 10)]
+def small_resnet(inputs: int = 3, widths: tuple[int, ...] = (8, 8, 16, 32)) -> nn.Module:
+    """A ResNet in the manner of He et al. (2016), Sec. 4.2; by default ResNet-8."""
+    first, last = widths[0], widths[-1]
+    start = [nn.Conv2d(inputs, first, 3, padding=1, bias=False), nn.BatchNorm2d(first), nn.ReLU()]
+    blocks = [BasicBlock(a, b, stride=1 if a == b else 2) for a, b in pairwise(widths)]
+    end = [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(last, 10)]
     return nn.Sequential(*start, *blocks, *end)
 
 

@@ -1,7 +1,7 @@
 """The cases of `stormplus robust`: small models that have broken an optimizer, or could.
 
-Each takes seconds on one core. A case has no validation data; its value is the loss over
-everything that it samples from.
+Each takes seconds on one core. A case has no validation data: its value is the loss over everything
+that it samples from.
 """
 
 import math
@@ -29,8 +29,9 @@ class Case(Workload):
         make: Makes the model.
         draw: Returns the sample of step t = 1, 2, ..., with a generator.
         criterion: The loss of the model and a sample.
-        value: Final measure of the model.
         chance: The value of a model that has learned nothing; of a walk, the largest distance.
+        everything: The sample whose loss is the final value.
+        value: The final value instead, of the model.
         walk: Whether there is nothing to learn, and the value is the distance of the weights from
             their start relative to their norm.
     """
@@ -38,20 +39,20 @@ class Case(Workload):
     budget: int
     make: Callable[[], nn.Module]
     draw: Callable[[int, Generator], Any]
-    criterion: Callable[[nn.Module, Any], Tensor]
-    value: Callable[[nn.Module], Tensor]
+    criterion: Callable[[Any, Any], Tensor]
     chance: float
+    everything: Any = None
+    value: Callable[[Any], Tensor] | None = None
     walk: bool = False
     name: str = ""
-    batch_size: int = 1
-    batches = measured = 1
+    batch_size = batches = measured = 1
     fractions = (0, 1)
 
     def model(self, seed: int) -> nn.Module:
         return seeded(self.make, seed)
 
     def samples(self, seed: int) -> Iterator[Any]:
-        generator = torch.Generator().manual_seed(1000 + seed)
+        generator = fixed(1000 + seed)
         for t in count(1):
             yield self.draw(t, generator)
 
@@ -60,15 +61,24 @@ class Case(Workload):
 
     @torch.no_grad()
     def measure(self, model: nn.Module) -> dict[str, float]:
-        return {"train_loss": float(self.value(model))}
+        return {"train_loss": float(self.full_loss(model))}
 
     def full_loss(self, model: nn.Module) -> Tensor:
-        return self.value(model)
+        return self.value(model) if self.value else self.criterion(model, self.everything)
 
 
 def fixed(seed: int) -> Generator:
-    """Return the generator of a task, the same for every run."""
     return torch.Generator().manual_seed(seed)
+
+
+def indices(high: int, *shape: int) -> Callable[[int, Generator], Tensor]:
+    """Return a `draw` of random indices below `high`."""
+    return lambda _, generator: torch.randint(high, shape, generator=generator)
+
+
+def grid(rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    """Return the indices of all entries of a matrix."""
+    return torch.arange(rows)[:, None], torch.arange(columns)
 
 
 def _tokens(vocabulary: int, activation: str, scale: float) -> nn.Module:
@@ -88,10 +98,10 @@ def permutation(vocabulary: int, activation: str, scale: float, steps: int) -> C
     return Case(
         steps,
         partial(_tokens, vocabulary, activation, scale),
-        lambda _, generator: torch.randint(vocabulary, (64,), generator=generator),
+        indices(vocabulary, 64),
         lambda model, i: F.cross_entropy(model(i), after[i]),
-        lambda model: F.cross_entropy(model(torch.arange(vocabulary)), after),
         math.log(vocabulary),
+        everything=torch.arange(vocabulary),
     )
 
 
@@ -110,16 +120,13 @@ def markov(vocabulary: int, activation: str, scale: float, steps: int) -> Case:
         j = torch.searchsorted(sums[i], torch.rand(64, 1, generator=generator)).squeeze(1)
         return i, j.clamp_max(vocabulary - 1)
 
-    def value(model: nn.Module) -> Tensor:
-        return -(odds * F.log_softmax(model(torch.arange(vocabulary)), 1)).sum(1).mean()
-
     return Case(
         steps,
         partial(_tokens, vocabulary, activation, scale),
         draw,
         lambda model, pair: F.cross_entropy(model(pair[0]), pair[1]),
-        value,
         math.log(vocabulary),
+        everything=(torch.arange(vocabulary), odds),
     )
 
 
@@ -141,19 +148,19 @@ def on_digits(
 ) -> Case:
     """Digits, with the loss of step t multiplied by `factor(t)`."""
     x, y = _digits()
+    draw = indices(len(x), batch_size)
 
-    def loss(model: nn.Module, sample: tuple[int, Tensor]) -> Tensor:
-        t, chosen = sample
-        return F.cross_entropy(model(x[chosen]), y[chosen]) * factor(t)
+    def loss(model: nn.Module, sample: tuple[float, Any]) -> Tensor:
+        scale, i = sample
+        return F.cross_entropy(model(x[i]), y[i]) * scale
 
     return Case(
         steps,
         make,
-        lambda t, generator: (t, torch.randint(len(x), (batch_size,), generator=generator)),
+        lambda t, generator: (factor(t), draw(t, generator)),
         loss,
-        lambda model: F.cross_entropy(model(x), y),
         math.log(10),
-        batch_size=batch_size,
+        everything=(1.0, slice(None)),
     )
 
 
@@ -193,37 +200,30 @@ def factorisation() -> Case:
     left, right = (torch.randn(n, 4, generator=generator) for _ in range(2))
     matrix = left @ right.T / 2
 
-    def loss(model: Any, place: Tensor) -> Tensor:
+    def loss(model: Any, place: Any) -> Tensor:
         i, j = place
-        return F.mse_loss((model[0](i) * model[1](j)).sum(1), matrix[i, j])
-
-    def value(model: Any) -> Tensor:
-        return F.mse_loss(model[0].weight @ model[1].weight.T, matrix)
+        return F.mse_loss((model[0](i) * model[1](j)).sum(-1), matrix[i, j])
 
     return Case(
         2000,
         lambda: nn.ModuleList([nn.Embedding(n, 16), nn.Embedding(n, 16)]),
-        lambda _, generator: torch.randint(n, (2, 256), generator=generator),
+        indices(n, 2, 256),
         loss,
-        value,
         float(matrix.square().mean()),
+        everything=grid(n, n),
     )
 
 
 def rare_rows() -> Case:
     """A thousand rows with one target each, one row per step."""
     goal = torch.randn(1000, 4, generator=fixed(4))
-
-    def loss(model: Any, i: Tensor) -> Tensor:
-        return 0.5 * F.mse_loss(model(i), goal[i], reduction="sum") / len(i)
-
     return Case(
         10_000,
         lambda: nn.Embedding(1000, 4),
         lambda t, _: torch.tensor([t % 1000]),
-        loss,
-        lambda model: loss(model, torch.arange(1000)),
+        lambda model, i: 0.5 * F.mse_loss(model(i), goal[i], reduction="sum") / len(i),
         0.5 * float((1 + goal.square()).sum(1).mean()),  # weights N(0, 1) that never moved
+        everything=torch.arange(1000),
     )
 
 
@@ -245,8 +245,8 @@ def rare_network() -> Case:
         partial(_tokens, tokens, "relu", 1.0),
         draw,
         lambda model, i: F.cross_entropy(model(i), after[i]),
-        value,
         math.log(tokens),
+        value=value,
     )
 
 
@@ -259,43 +259,34 @@ def bag_of_words() -> Case:
     def texts(count: int, generator: Generator) -> Tensor:
         return torch.multinomial(odds, count * 50, True, generator=generator).view(count, 50)
 
-    test = texts(1000, generator)
-
     def make() -> nn.Module:
         model = nn.EmbeddingBag(words, 2, mode="sum")
         with torch.no_grad():
             model.weight.copy_(nn.Linear(words, 2).weight.T)
         return model
 
-    def loss(model: nn.Module, i: Tensor) -> Tensor:
-        return F.cross_entropy(model(i), (truth[i].sum(1) > 0).long())
-
     return Case(
         1000,
         make,
         lambda _, generator: texts(32, generator),
-        loss,
-        lambda model: loss(model, test),
+        lambda model, i: F.cross_entropy(model(i), (truth[i].sum(1) > 0).long()),
         math.log(2),
+        everything=texts(1000, generator),
     )
 
 
-class FromZero(nn.Module):
+class FromZero(nn.ParameterList):
     """Numbers to find, from zero; one tensor per shape."""
 
     def __init__(self, *shapes: tuple[int, ...]) -> None:
-        super().__init__()
-        self.weights = nn.ParameterList(torch.zeros(shape) for shape in shapes)
+        super().__init__(torch.zeros(shape) for shape in shapes)
 
 
 def copying(*shape: int) -> Case:
     """A tensor whose natural scale is far below its solution's."""
     target = torch.randn(shape, generator=fixed(9))
-
-    def loss(model: Any, *_: Any) -> Tensor:
-        return F.mse_loss(model.weights[0], target)
-
-    return Case(1500, partial(FromZero, shape), lambda *_: None, loss, loss, 1.0)
+    make = partial(FromZero, shape)
+    return Case(1500, make, lambda *_: None, lambda model, _: F.mse_loss(model[0], target), 1.0)
 
 
 def item_response() -> Case:
@@ -307,22 +298,14 @@ def item_response() -> Case:
 
     def loss(model: Any, place: Any) -> Tensor:
         i, j = place
-        found = model.weights[0][i] - model.weights[1][j]
-        return F.binary_cross_entropy_with_logits(found, answers[i, j])
+        return F.binary_cross_entropy_with_logits(model[0][i] - model[1][j], answers[i, j])
 
     def draw(_: int, generator: Generator) -> tuple[Tensor, Tensor]:
         pairs = torch.randint(people * questions, (64,), generator=generator)
         return pairs // questions, pairs % questions
 
-    everything = torch.arange(people)[:, None], torch.arange(questions)
-    return Case(
-        1500,
-        partial(FromZero, (people,), (questions,)),
-        draw,
-        loss,
-        lambda model: loss(model, everything),
-        math.log(2),
-    )
+    make = partial(FromZero, (people,), (questions,))
+    return Case(1500, make, draw, loss, math.log(2), everything=grid(people, questions))
 
 
 def raw_targets() -> Case:
@@ -330,17 +313,13 @@ def raw_targets() -> Case:
     bunch = load_diabetes()
     inputs = torch.tensor(bunch.data / bunch.data.std(0), dtype=torch.float32)
     targets = torch.tensor(bunch.target, dtype=torch.float32)
-
-    def loss(model: nn.Module, i: Any) -> Tensor:
-        return F.mse_loss(model(inputs[i]).squeeze(1), targets[i])
-
     return Case(
         1000,
         partial(nn.Linear, 10, 1),
-        lambda _, generator: torch.randint(len(targets), (32,), generator=generator),
-        loss,
-        lambda model: loss(model, slice(None)),
+        indices(len(targets), 32),
+        lambda model, i: F.mse_loss(model(inputs[i]).squeeze(1), targets[i]),
         float(targets.square().mean()),
+        everything=slice(None),
     )
 
 
@@ -354,46 +333,36 @@ class Walker(nn.Module):
         self.weight = nn.Parameter(torch.randn(1000))
         self.register_buffer("origin", self.weight.detach().clone())
 
-    def forward(self, gradient: Tensor) -> Tensor:
-        return (self.weight * gradient).sum()
-
     def distance(self) -> Tensor:
         found: Tensor = (self.weight - self.origin).norm() / self.origin.norm()
         return found
 
 
-def _walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
-    walked: Callable[[Any], Tensor] = Walker.distance
-    return Case(steps, Walker, draw, lambda model, g: model(g), walked, furthest, walk=True)
+def walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) -> Case:
+    """A run whose gradients are those that `draw` returns."""
+    return Case(
+        steps,
+        Walker,
+        draw,
+        lambda model, gradient: (model.weight * gradient).sum(),
+        furthest,
+        value=Walker.distance,
+        walk=True,
+    )
 
 
-def constant_gradient() -> Case:
-    """The distance must not feed itself: no step is longer than R, so T steps lead T R away."""
-    return _walk(10_000, lambda *_: torch.ones(1000), 10_000)
+def noise(_: int, generator: Generator) -> Tensor:
+    return torch.randn(1000, generator=generator)
 
 
-def pure_noise() -> Case:
-    """The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away."""
-    furthest = math.sqrt(1 + math.log(30_000))
-    return _walk(30_000, lambda _, generator: torch.randn(1000, generator=generator), furthest)
+def skewed_noise(_: int, generator: Generator) -> Tensor:
+    """Looks like a direction until the rare gradient of the other sign comes."""
+    return torch.where(torch.rand(1000, generator=generator) < 0.02, 49.0, -1.0)
 
 
-def skewed_noise() -> Case:
-    """Noise that looks like a direction until the rare gradient of the other sign comes."""
-
-    def draw(_: int, generator: Generator) -> Tensor:
-        return torch.where(torch.rand(1000, generator=generator) < 0.02, 49.0, -1.0)
-
-    return _walk(1000, draw, 1000)
-
-
-def shared_noise() -> Case:
-    """The same random number everywhere, which agrees with itself for a while: as a walk of R."""
-
-    def draw(_: int, generator: Generator) -> Tensor:
-        return torch.randn(1, generator=generator).expand(1000)
-
-    return _walk(1000, draw, math.sqrt(1000))
+def shared_noise(_: int, generator: Generator) -> Tensor:
+    """The same random number everywhere, which agrees with itself for a while."""
+    return torch.randn(1, generator=generator).expand(1000)
 
 
 def _steps(vocabulary: int, activation: str) -> int:
@@ -434,10 +403,12 @@ CASES |= {
     "an image of 3 x 128 x 128 from zero": partial(copying, 3, 128, 128),
     "abilities and difficulties from zero": item_response,
     "linear regression on raw targets": raw_targets,
-    "constant gradient": constant_gradient,
-    "pure noise": pure_noise,
-    "skewed noise": skewed_noise,
-    "noise in one direction": shared_noise,
+    # The distance must not feed itself: no step is longer than R, so T steps lead T R away.
+    "constant gradient": partial(walk, 10_000, lambda *_: torch.ones(1000), 10_000),
+    # The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away.
+    "pure noise": partial(walk, 30_000, noise, math.sqrt(1 + math.log(30_000))),
+    "skewed noise": partial(walk, 1000, skewed_noise, 1000),
+    "noise in one direction": partial(walk, 1000, shared_noise, math.sqrt(1000)),  # steps of R
 }
 
 

@@ -4,15 +4,13 @@ import ast
 import importlib.util
 import random
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from stormplus_bench.data import MissingData
 from stormplus_bench.train import networks
@@ -41,7 +39,7 @@ def noisy_digits() -> Network:
     train, valid = order[:1400], order[1400:]
     workload = Network(
         "resnet-noisy-digits",
-        _small_resnet,
+        partial(networks.small_resnet, 1, (16, 16, 32)),
         **classifier(),
         data=(images[train], labels[train]),
         budget=20 * (1400 // 32),
@@ -51,38 +49,19 @@ def noisy_digits() -> Network:
     return workload
 
 
-def _small_resnet() -> nn.Module:
-    start = [nn.Conv2d(1, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-    blocks = [networks.BasicBlock(16, 16, 1), networks.BasicBlock(16, 32, 2)]
-    return nn.Sequential(
-        *start, *blocks, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(32, len("0123456789"))
-    )
-
-
 def docstrings() -> Network:
     """Fine-tune MiniLM, a sentence encoder, to tell docstrings of twenty packages apart."""
     folder = _package(ENCODER) / "model"
-    tokens, mask, labels = _texts(folder)
+    texts, labels = _texts(folder)
     cut = len(labels) - 500
-
-    def logits(model: nn.Module, batch: Any) -> Tensor:
-        found: Tensor = model(batch[0], batch[1])
-        return found
-
-    def measures(model: nn.Module, batch: Any) -> dict[str, Tensor]:
-        found, targets = logits(model, batch), batch[2]
-        accuracy = (found.argmax(1) == targets).double().mean()
-        return {"loss": F.cross_entropy(found, targets), "accuracy": accuracy}
-
     workload = Network(
         "minilm-docstrings",
         lambda: Encoder(folder, len(PACKAGES)),
-        lambda model, batch: F.cross_entropy(logits(model, batch), batch[2]),
-        data=(tokens[:cut], mask[:cut], labels[:cut]),
+        **classifier(),
+        data=(texts[:cut], labels[:cut]),
         budget=200,
-        valid=(tokens[cut:], mask[cut:], labels[cut:]),
+        valid=(texts[cut:], labels[cut:]),
         batch_size=16,
-        measures=measures,
     )
     workload.fractions, workload.measured = FRACTIONS, 500
     return workload
@@ -98,7 +77,8 @@ class Encoder(nn.Module):
         self.body = AutoModel.from_pretrained(folder, add_pooling_layer=False)
         self.head = nn.Linear(self.body.config.hidden_size, classes)
 
-    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, texts: Tensor) -> Tensor:
+        tokens, mask = texts.unbind(1)
         states = self.body(input_ids=tokens, attention_mask=mask).last_hidden_state
         weights = mask[..., None].to(states.dtype)
         found: Tensor = self.head((states * weights).sum(1) / weights.sum(1))
@@ -106,22 +86,21 @@ class Encoder(nn.Module):
 
 
 @lru_cache
-def _texts(folder: Path) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the tokens of the texts, which of them are not padding, and the classes, shuffled."""
+def _texts(folder: Path) -> tuple[Tensor, Tensor]:
+    """Return per text its tokens and which of them are not padding, and the classes, shuffled."""
     roots = [_package(name) for name in (*PACKAGES, "tokenizers")]
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     tokenizer.enable_truncation(LENGTH)
     tokenizer.enable_padding(length=LENGTH)
-    tokens, mask, labels = [], [], []
+    texts, labels = [], []
     for label, (name, root) in enumerate(zip(PACKAGES, roots)):
         for found in tokenizer.encode_batch(_chosen(name, root, label)):
-            tokens.append(found.ids)
-            mask.append(found.attention_mask)
+            texts.append([found.ids, found.attention_mask])
             labels.append(label)
     order = torch.randperm(len(labels), generator=torch.Generator().manual_seed(0))
-    return torch.tensor(tokens)[order], torch.tensor(mask)[order], torch.tensor(labels)[order]
+    return torch.tensor(texts)[order], torch.tensor(labels)[order]
 
 
 def _chosen(name: str, root: Path, seed: int) -> list[str]:

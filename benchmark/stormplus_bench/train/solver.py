@@ -1,4 +1,4 @@
-"""Base classes of the benchopt data sets and solvers: train to each checkpoint and measure."""
+"""Base classes of the benchopt solvers: train to each checkpoint and measure."""
 
 import math
 import os
@@ -8,32 +8,14 @@ from functools import lru_cache
 from typing import Any, ClassVar
 
 import torch
-from benchopt import BaseDataset, BaseSolver
+from benchopt import BaseSolver
 from dog import PolynomialDecayAverager  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import rows
-from stormplus_bench.data import MissingData
+from stormplus_bench.methods import NO_RATE
 from stormplus_bench.train.steppers import Averaged, OneGradient, Scheduled, Stepper, TwoGradients
 from stormplus_bench.train.training import Training
 from stormplus_bench.train.workload import Workload
-
-
-class WorkloadDataset(BaseDataset):
-    """A data set that makes a workload; `budget` replaces the workload's own."""
-
-    requirements = ["pip::stormplus-bench"]
-
-    @abstractmethod
-    def make_workload(self) -> Workload:
-        """Return the workload; raise MissingData if its data is missing."""
-
-    def get_data(self) -> dict[str, Any]:
-        try:
-            workload = self.make_workload()
-        except MissingData as missing:
-            return {"workload": None, "reason": str(missing)}
-        workload.set_budget(getattr(self, "budget", None))
-        return {"workload": workload, "reason": None}
 
 
 class TorchSolver(BaseSolver):
@@ -63,6 +45,13 @@ class TorchSolver(BaseSolver):
         """Return how this method takes a step at the given learning rate."""
 
     def reason_to_skip(self, workload: Workload) -> str | None:
+        """Return why this run is left out; None if it is not."""
+        if self.method in NO_RATE and self.rate != self.default_lr:
+            return f"{self.method} has no learning rate, got {self.rate}"
+        return self.unsuited(workload)
+
+    @staticmethod
+    def unsuited(workload: Workload) -> str | None:
         """Return why this method does not run on the workload; None if it does."""
         return None
 

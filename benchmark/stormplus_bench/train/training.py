@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import platform
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
+from functools import cache
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
+from benchopt.utils.sys_info import get_sys_info
 from torch import Tensor, nn
 
-from stormplus_bench.memory import peak_memory_mb, reset_peak_memory
 from stormplus_bench.rows import CURVE
 from stormplus_bench.train.workload import Workload
 
@@ -49,7 +48,7 @@ class Training:
         self._stream = workload.samples(seed)
         self._rng_state = torch.Generator().manual_seed(2000 + seed).get_state()
         self.evaluations = self.samples = 0
-        self.seconds = self.peak_memory_mb = 0.0
+        self.seconds = 0.0
         self.status = "done"
         self.curve: dict[str, list[float]] = {name: [] for name in CURVE}
         self.stepper = stepper(self)
@@ -78,7 +77,6 @@ class Training:
 
     def advance(self, target: int) -> None:
         """Train until another step would exceed `target` evaluations, or the run diverges."""
-        reset_peak_memory()
         start = time.perf_counter()
         try:
             # The model's random numbers do not depend on earlier runs in this process.
@@ -94,7 +92,6 @@ class Training:
         except ArithmeticError:
             self.status = "diverged"
         self.seconds += time.perf_counter() - start
-        self.peak_memory_mb = max(self.peak_memory_mb, peak_memory_mb())
 
     def finish(self, notify: Callable[[int], object] = lambda evaluations: None) -> Training:
         """Train to the end of the budget, or until the run diverges, and measure on the way."""
@@ -145,7 +142,6 @@ def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
         "budget": workload.budget,
         "batch_size": workload.batch_size,
         "measured": workload.measured,
-        "peak_memory_mb": round(training.peak_memory_mb, 1),
         "state_mb": round(training.stepper.state_mb, 4),
         "curve": {name: list(map(_short, values)) for name, values in training.curve.items()},
         "versions": versions(),
@@ -160,21 +156,13 @@ def _short(value: float) -> float | int | None:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the installed packages that a run depends on."""
-    found = {}
-    for name in PACKAGES:
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+    """Return the versions of the packages that a run depends on."""
+    return {name: version(name) for name in PACKAGES}
 
 
+@cache
 def machine(device: str = "cpu") -> str:
     """Return processor, GPU if it is used, and operating system, without the host's name."""
-    info = Path("/proc/cpuinfo")
-    processor = platform.processor() or platform.machine()
-    if info.exists():
-        models = [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        processor = models[0].split(":", 1)[1].strip() if models else processor
-    if device == "cuda":
-        processor += f", {torch.cuda.get_device_name()}"
-    return f"{processor}, {platform.system()}, Python {platform.python_version()}"
+    parts = [get_sys_info()["system-processor"] or platform.machine()]
+    parts += [torch.cuda.get_device_name()] if device == "cuda" else []
+    return ", ".join([*parts, platform.system(), f"Python {platform.python_version()}"])

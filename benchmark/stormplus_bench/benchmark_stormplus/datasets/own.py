@@ -1,5 +1,5 @@
 from stormplus_bench.own import TEMPLATES, read_workload
-from stormplus_bench.train.solver import WorkloadDataset
+from stormplus_bench.train.datasets import WorkloadDataset
 
 
 class Dataset(WorkloadDataset):

@@ -1,13 +1,3 @@
-from stormplus_bench.train.catalogue import shakespeare
-from stormplus_bench.train.solver import WorkloadDataset
+from stormplus_bench.train.datasets import dataset
 
-
-class Dataset(WorkloadDataset):
-    """A small GPT on the characters of Shakespeare (`stormplus data shakespeare`)."""
-
-    name = "shakespeare"
-    parameters = {"budget": [None]}
-    test_parameters = {"budget": [20]}
-
-    def make_workload(self):
-        return shakespeare()
+Dataset = dataset("shakespeare")

@@ -1,3 +1,3 @@
-from stormplus_bench.train.one_optimizer import solver
+from stormplus_bench.train.solvers import solver
 
 Solver = solver("storm-plus")

@@ -1,0 +1,3 @@
+from stormplus_bench.train.solvers import solver
+
+Solver = solver("schedule-free-warmup")
