@@ -67,6 +67,8 @@ def read_suite(name: str) -> dict[str, Any]:
         ) from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise BadSuite(f"{path} is not YAML: {error}") from None
+    except RecursionError:
+        raise BadSuite(f"{path} is nested too deeply") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
         raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
     if unknown := sorted(map(str, set(config) - set(KEYS))):

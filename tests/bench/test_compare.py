@@ -155,6 +155,7 @@ def test_missing_data_is_skipped_with_the_reason(tmp_path, monkeypatch):
         ("dataset: [smooth]", "keys"),
         ("{dataset: [smooth], solver: [sgd], timeout: 3}", "timeout would be ignored"),
         ("{dataset: [smooth], solver: }", "solver should be a list that is not empty, got None"),
+        ("[" * 10_000, "nested too deeply"),
     ],
 )
 def test_a_bad_suite_is_explained(tmp_path, text, message):
