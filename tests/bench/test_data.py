@@ -88,6 +88,7 @@ def test_missing_data_names_the_file_and_the_command(folder):
         (gzip.compress(b"short"), "5 bytes, expected 3936"),
         (gzip.compress(bytes(3936)), "its header is"),
     ],
+    ids=["no archive", "too short", "no header"],  # gzip's bytes have the time in them
 )
 def test_another_file_is_refused_and_left_alone(server, folder, content, message):
     file = folder / "mnist" / "train-images-idx3-ubyte.gz"
