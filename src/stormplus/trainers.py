@@ -38,15 +38,21 @@ def check_trainer(opt: Any) -> None:
 
     Call it at the first step. A wrong gradient raises, a missing callback warns.
     """
-    callers = [(frame.f_globals.get("__name__") or "", frame) for frame in stack_frames()]
     if hasattr(opt, "at_average"):
-        _check_untuned(opt, callers)
+        _check_untuned(opt)
     else:
-        _check_paired(opt, callers)
+        _check_paired(opt)
 
 
-def _check_untuned(opt: Any, callers: list[tuple[str, FrameType]]) -> None:
-    for module, frame in callers:
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
+def _check_untuned(opt: Any) -> None:
+    modules = []
+    for frame in stack_frames():
+        module = _module(frame)
+        modules.append(module)
         if frame.f_code.co_name.endswith("lr_find") and module.startswith(_FINDERS):
             raise RuntimeError(
                 "Untuned has no learning rate to find: train without the learning-rate finder"
@@ -54,14 +60,14 @@ def _check_untuned(opt: Any, callers: list[tuple[str, FrameType]]) -> None:
     if opt in managed:
         return
     for prefix, advice in _ADVICE.items():
-        if any(module.startswith(prefix) for module, _ in callers):
+        if any(module.startswith(prefix) for module in modules):
             warnings.warn(
                 "without the callback this trainer may validate or save the iterate of Untuned "
                 f"instead of the average, which is the better model: {advice}",
                 stacklevel=3,
             )
             return
-    if any(module.startswith("accelerate.") for module, _ in callers):
+    if any(module.startswith("accelerate.") for module in modules):
         _check_first_save(opt)  # not now: the loop may call eval() later
 
 
@@ -80,8 +86,10 @@ def _check_first_save(opt: Any) -> None:
     handle = opt.register_state_dict_pre_hook(check)
 
 
-def _check_paired(opt: Any, callers: list[tuple[str, FrameType]]) -> None:
-    for module, frame in callers:
+def _check_paired(opt: Any) -> None:
+    # `f_locals` is read only in known functions: it would keep the user's variables alive.
+    for frame in stack_frames():
+        module = _module(frame)
         if module.endswith(".lookahead"):  # of timm or pytorch_optimizer
             raise RuntimeError(
                 "Lookahead moves the parameters every few steps, and the estimator then belongs "
@@ -95,9 +103,10 @@ def _check_paired(opt: Any, callers: list[tuple[str, FrameType]]) -> None:
                 "GradScaler.step does not unscale the gradients of a closure: call "
                 "stormplus.scaled_step(opt, scaler, closure, model) instead"
             )
-        trainer = frame.f_locals.get("trainer")
-        accumulated = getattr(trainer, "accumulate_grad_batches", 1)
-        if module.startswith(("lightning.pytorch.", "pytorch_lightning.")) and accumulated > 1:
+        if not module.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+            continue
+        accumulated = getattr(frame.f_locals.get("trainer"), "accumulate_grad_batches", 1)
+        if accumulated > 1:
             advice = _CALLBACK.format("StormPlusCallback", "lightning", "Trainer(callbacks=[...])")
             warnings.warn(
                 f"with accumulate_grad_batches={accumulated} the second evaluation of a sample "
