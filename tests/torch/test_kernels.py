@@ -20,7 +20,6 @@ from kernel_cases import (
     estimated,
     group_of,
     moved,
-    shard,
     untuned,
 )
 from optimizers import PATHS, assert_same, halves
@@ -72,13 +71,6 @@ def test_untuned_step_with_gradients_at_the_ends_of_float32(backend, case):
     (actual, _), (expected, _) = (untuned(b, lists) for b in (backend, plain))
     torch.testing.assert_close(actual, expected, rtol=3e-6, atol=1e-6)
     torch.testing.assert_close(actual["grad_rms"], expected["grad_rms"], rtol=3e-6, atol=3e-45)
-
-
-@each_backend([plain, *FAST])
-def test_a_sample_without_a_stride_is_not_measured(backend):
-    _, (u_sq, moved_sq) = untuned(backend, shard(sample_stride=0).untuned())
-    assert moved_sq.tolist() == [0.0, 0.0]
-    assert (u_sq > 0).all()
 
 
 @each_backend([plain, *FAST])

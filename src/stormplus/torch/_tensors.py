@@ -87,11 +87,12 @@ class ParamInfo:
     state: State
     index: int  # its place among all parameters
     process_groups: ProcessGroups
+    layout: Any = None  # device, dtype, shape and strides for which its buffers were made
+    coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
-    is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-    coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
+    is_ordinary: bool = True  # contiguous and real, of type Tensor or Parameter
 
 
 class BufferKind(NamedTuple):

@@ -20,7 +20,6 @@ from stormplus import untuned_rule as rule
 from stormplus.torch._average import AveragedOptimizer
 from stormplus.torch._checks import NO_LR, check_number, parameter_name, warn, without_lr
 from stormplus.torch._tensors import Numbers, State, TensorGroup
-from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
 
@@ -187,7 +186,6 @@ class Untuned(AveragedOptimizer):
         self._shared_table.rows["grad_evaluations"] += 1.0 if taken is None else taken
         if skip is not None:
             self._count_skip(skip)
-        self._opt_called = True  # lr_scheduler warns without it
 
     def _coefficients(
         self,
@@ -225,10 +223,6 @@ class Untuned(AveragedOptimizer):
                 of_group = coefficients.of(index, group.device)
                 flag = skip if skip is None else skip.to(group.device, non_blocking=True)
             sums = group.kernels.untuned_step(group, of_group, flag)
-            if group.process_groups:
-                for i, sampled in enumerate(group.coordinates):
-                    if not sampled.stride:  # the kernels measure ranges of rows only
-                        sums[1][i] = plain.squared_displacement(group, i)
             if mask is not None or not table.on_host:
                 sums = table.scatter(sums, group.indices)
             parts.append((group.process_groups, sums))
