@@ -56,7 +56,8 @@ class Kind:
             for sampled in coordinates:
                 places = torch.randperm(sampled.count, generator=torch.Generator().manual_seed(5))
                 sampled.index = sampled.index[::3].contiguous()
-                sampled.in_whole = places[: len(sampled.index)]
+                sampled.count_here = len(sampled.index)
+                sampled.in_whole = places[: sampled.count_here]
         return coordinates
 
     def untuned(self):

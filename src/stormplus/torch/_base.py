@@ -308,7 +308,8 @@ class BaseOptimizer(Optimizer, ABC):
             if g.layout != torch.strided:
                 reject_gradient(self.param_groups, p, g)
             # Cache the backend: choosing it costs a third of a step on 8 small tensors.
-            key = _layout(p), g.dtype, g.is_contiguous() or g.stride(), traced
+            x_strides, g_strides = p.is_contiguous() or p.stride(), g.is_contiguous() or g.stride()
+            key = p.device, p.dtype, p.shape, x_strides, g.dtype, g_strides, traced
             if key != info.key:
                 self._prepare(info, g, key)
             if info.kernels is None:
@@ -332,10 +333,10 @@ class BaseOptimizer(Optimizer, ABC):
 
     def _prepare(self, info: ParamInfo, g: Tensor, key: tuple[Any, ...]) -> None:
         """Place a parameter's buffers if it has changed, and choose its backend."""
-        p, (layout, *_, traced) = info.p, key
+        p = info.p
         if g.shape != p.shape:
             reject_gradient(self.param_groups, p, g)
-        if layout != info.layout:
+        if key[:4] != info.layout:
             self._place_buffers(info)
         info.key, info.kernels = key, None
         is_contiguous = p.is_contiguous() and g.is_contiguous()
@@ -343,7 +344,7 @@ class BaseOptimizer(Optimizer, ABC):
         if not p.numel():
             return
         x, g, buffers = self._local_tensors(info, g)
-        if x.device.type == "cpu" and not self._shared_table.on_host and not traced:
+        if x.device.type == "cpu" and not self._shared_table.on_host and not key[-1]:
             info.kernels = plain  # the flag to skip is on another device
         else:
             tensors = [x, g, *(t for t in buffers.values() if t.shape == x.shape)]

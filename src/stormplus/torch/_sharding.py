@@ -85,12 +85,14 @@ class SampledCoordinates:
     Attributes:
         size: The number of coordinates of the whole tensor; complex ones count twice.
         count: How many of them are sampled.
+        count_here: How many of the sampled ones are here.
         index: Which elements of the local part, in its `memory_order`, are sampled; ascending.
         in_whole: Their places in the whole sample.
     """
 
     size: int
     count: int
+    count_here: int
     index: Tensor
     in_whole: Tensor
 
@@ -110,7 +112,8 @@ class SampledCoordinates:
         index = np.sum([place[here] * step for place, step in zip(places, steps)], axis=0)
         ascending = index.argsort()
         index_here, places_here = index[ascending], in_whole[ascending]
-        return cls(size, len(sampled), _uploaded(index_here, x), _uploaded(places_here, x))
+        uploaded = _uploaded(index_here, x), _uploaded(places_here, x)
+        return cls(size, len(sampled), len(index_here), *uploaded)
 
     def store(self, x: Tensor, whole: Tensor, process_groups: ProcessGroups) -> None:
         """Write the sampled coordinates of x into `whole`, complete on every process."""

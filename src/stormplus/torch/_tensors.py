@@ -141,7 +141,7 @@ class ScalarTable:
         self._initial = torch.tensor(list(initial.values()), dtype=dtype, device=device)
         self.names = tuple(initial)
         self.tensor = self._initial.unsqueeze(1).repeat(1, len(owners))
-        self._selections: dict[Any, Any] = {}
+        self.cache: dict[Any, Any] = {}  # what would have to be loaded to the device again
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
                 if name in owner:
@@ -186,12 +186,12 @@ class ScalarTable:
         if len(indices) == width:
             return slice(None), None
         key = self.on_host, *indices
-        if key not in self._selections:  # kept, because a device would have to load them
-            if len(self._selections) > 64:
-                self._selections.clear()
+        if key not in self.cache:
+            if len(self.cache) > 64:
+                self.cache.clear()
             index, mask = np.array(indices), np.isin(np.arange(width), indices)
-            self._selections[key] = self.array(index), self.array(mask)
-        index, mask = self._selections[key]
+            self.cache[key] = self.array(index), self.array(mask)
+        index, mask = self.cache[key]
         return index, mask
 
     def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:
@@ -204,11 +204,10 @@ class ScalarTable:
             rows = rows.to(self.tensor, non_blocking=True)
         if mask is None:
             return rows
-        if self.on_host:
-            full = np.zeros((len(rows), len(mask)))
-            full[:, index] = rows
-            return full
-        return self.tensor.new_zeros(len(rows), len(mask)).index_copy_(1, index, rows)
+        shape = len(rows), len(mask)
+        full = np.zeros(shape) if self.on_host else self.tensor.new_zeros(shape)
+        full[:, index] = rows
+        return full
 
     def reset(self, index: int) -> None:
         """Set one owner's numbers to their initial values."""

@@ -91,7 +91,6 @@ class Untuned(AveragedOptimizer):
     _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
     _attributes = ("_state_dtype", "_compared", "_lr_checked")
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` around step()
-    _options_key: Any = None
 
     @without_lr
     def __init__(
@@ -266,8 +265,8 @@ class Untuned(AveragedOptimizer):
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._tensor_table, self._infos
         by_group = [_group_options(group) for group in self.param_groups]
-        key = by_group, table.on_host, self._active
-        if key != self._options_key:
+        key, options = (by_group, table.on_host, self._active), table.cache.get("options")
+        if options is None or table.cache["options key"] != key:
             self._check_lr([lr for lr, *_ in by_group])
             by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
             lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
@@ -275,15 +274,14 @@ class Untuned(AveragedOptimizer):
             axes = [info.p.ndim + info.p.is_complex() for info in infos]  # in reals
             axes = [n if is_trainable else 0 for n, is_trainable in zip(axes, trainable)]
             eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
-            self._cached_options = _PerTensorOptions(
+            options = _PerTensorOptions(
                 lr=table.array(lr * factor),
                 weight_decay=table.array(decay.copy()),
                 sign=table.array(sign.copy()),
                 eligible=table.array(eligible),
                 decays=any(decay > 0 for _, _, decay, _ in by_group),
             )
-            self._options_key = key
-        options = self._cached_options
+            table.cache |= {"options": options, "options key": key}
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
                 _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])

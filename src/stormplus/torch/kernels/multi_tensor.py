@@ -115,7 +115,7 @@ class _Rows:
             lists = list(zip(self.starts, _starts([s.count for s in coordinates]), coordinates))
             self._sampled = torch.cat([start + s.index for start, _, s in lists])
             self._in_whole = torch.cat([start + s.in_whole for _, start, s in lists])
-            self._sampled_owner = _repeated([len(s.index) for s in coordinates], device)
+            self._sampled_owner = _repeated([s.count_here for s in coordinates], device)
 
     def gather(self, *lists: Sequence[Tensor]) -> list[Tensor]:
         """Return the matrices of some lists of tensors, padded with zeros; one copy per dtype."""

@@ -130,6 +130,6 @@ def _table(group: TensorGroup) -> bytes:
         masters = group.masters or group.params  # which are not used
         for x, g, y, e, s, z_1, sampled in zip(group.params, group.grads, masters, *lists):
             rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
-            rows += (z_1.data_ptr(), y.data_ptr(), len(sampled.index))
+            rows += (z_1.data_ptr(), y.data_ptr(), sampled.count_here)
             rows += (sampled.index.data_ptr(), sampled.in_whole.data_ptr())
     return struct.pack(f"{len(rows)}q", *rows)

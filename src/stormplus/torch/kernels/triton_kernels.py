@@ -97,7 +97,7 @@ def nonfinite_kernel(g_table, aligned, chunks, found, g_like, BLOCK: tl.constexp
             at = block + tl.arange(0, BLOCK)
             gradient = tl.load(g + at, at < stop if PARTIAL else None).to(tl.float32)
             nonfinite |= ((at < stop) & ~(tl.abs(gradient) < float("inf"))).to(tl.int32)
-    tl.store(found, True, tl.max(nonfinite, 0) != 0)
+    tl.store(found, 1, tl.max(nonfinite, 0) != 0)
 
 
 @triton.jit
