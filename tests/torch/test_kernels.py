@@ -98,7 +98,7 @@ def test_displacement_is_not_finite_if_a_parameter_overflows_and_its_master_does
 def test_several_slabs_equal_one(monkeypatch, run):
     lists = Case(run, Kind(), {}).lists()
     whole = run(multi_tensor, lists)
-    monkeypatch.setattr(multi_tensor, "_CPU_SLAB", 1030)
+    monkeypatch.setattr(multi_tensor, "_SLAB", 1030)
     torch.testing.assert_close(run(multi_tensor, lists), whole, rtol=1e-12, atol=0)
 
 

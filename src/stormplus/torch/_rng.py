@@ -121,8 +121,13 @@ class RandomReplay:
 
     @pending_streams.setter
     def pending_streams(self, packed: Tensor | None) -> None:
-        none = torch.zeros_like(self._shared_state["rng"])
-        self._shared_state["rng"] = none if packed is None else packed
+        rng = self._shared_state["rng"]
+        if packed is None:
+            rng.zero_()
+        elif packed.shape == rng.shape:
+            rng.copy_(packed)
+        else:
+            self._shared_state["rng"] = packed  # of other devices
 
 
 class FreshGradients:

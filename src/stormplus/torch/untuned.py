@@ -220,7 +220,7 @@ class Untuned(AveragedOptimizer):
             index, mask = table.index_and_mask(group.indices)
             if mask is not None or group.device != table.tensor.device:
                 of_group = coefficients.of(index, group.device)
-                flag = skip if skip is None else skip.to(group.device, non_blocking=True)
+                flag = skip if skip is None else skip.to(group.device)
             sums = group.kernels.untuned_step(group, of_group, flag)
             if mask is not None or not table.on_host:
                 sums = table.scatter(sums, group.indices)

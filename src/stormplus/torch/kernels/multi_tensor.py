@@ -23,9 +23,8 @@ from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.untuned_rule import INTERPOLATION
 
 _WIDTH = 1024  # elements in a row of the matrix
-# Elements that are copied at a time, unless one tensor has more: fewer would mean more launches on
-# a device, more would leave the cache of a CPU.
-_SLAB, _CPU_SLAB = 1 << 25, 1 << 18
+# Elements that are copied at a time, unless one tensor has more: fewer would mean more launches.
+_SLAB = 1 << 25
 
 
 def any_nonfinite(group: TensorGroup) -> Any:
@@ -165,11 +164,10 @@ class _Rows:
 
 def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
     """Yield parts of the group that are handled together, and their rows."""
-    limit = _CPU_SLAB if group.device.type == "cpu" else _SLAB
     sizes, start, size = [p.numel() for p in group.params], 0, 0
     for end in range(1, len(sizes) + 1):
         size += sizes[end - 1]
-        if end == len(sizes) or size + sizes[end] > limit:
+        if end == len(sizes) or size + sizes[end] > _SLAB:
             part, start, size = group.slice(start, end), end, 0
             of_part = tuple(p.numel() for p in part.params)
             # Tensors made under a FakeTensorMode or torch.compile must not be used later.

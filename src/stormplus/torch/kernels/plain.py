@@ -106,14 +106,11 @@ class UntunedCoefficients(NamedTuple):
     step: Numbers  # t; with the place of an element it seeds stochastic rounding
 
     def of(self, indices: Any, device: torch.device) -> UntunedCoefficients:
-        """Select some tensors: as arrays on the CPU, as tensors on a device."""
+        """Select some tensors, and bring their coefficients to where they are."""
         rows = [row[indices] for row in self]
-        on_host = device.type == "cpu" and not torch.compiler.is_compiling()
-        if isinstance(self.step, Tensor):
-            rows = [row.to(device, non_blocking=True) for row in rows]
-            rows = [row.numpy() for row in rows] if on_host else rows
-        elif not on_host:
-            rows = [torch.from_numpy(row).to(device) for row in rows]
+        on_cpu = device.type == "cpu"  # which could read too early, if it did not wait
+        if isinstance(self.step, Tensor) or not on_cpu:
+            rows = [torch.as_tensor(row).to(device, non_blocking=not on_cpu) for row in rows]
         return UntunedCoefficients(*rows)
 
 
@@ -227,12 +224,9 @@ def _write(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | N
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of bounded size on a CPU; elsewhere the tensors themselves."""
-    first = tensors[0]
-    if first.numel() <= _CHUNK or first.device.type != "cpu":
-        yield tensors
-    elif all(t.is_contiguous() for t in tensors):
+    """Yield views of bounded size on a CPU; elsewhere, or with gaps, the tensors themselves."""
+    on_cpu, size = tensors[0].device.type == "cpu", tensors[0].numel()
+    if on_cpu and size > _CHUNK and all(t.is_contiguous() for t in tensors):
         yield from zip(*(t.view(-1).split(_CHUNK) for t in tensors))
     else:
-        rows = max(1, _CHUNK * first.shape[0] // first.numel())
-        yield from zip(*(t.split(rows) for t in tensors))
+        yield tensors
