@@ -13,12 +13,14 @@ from kernel_cases import (
     F16,
     F32,
     F64,
+    LAYOUTS,
     Case,
     Kind,
     assert_tensors_agree,
     cases,
     estimated,
     group_of,
+    in_memory_order,
     moved,
     untuned,
 )
@@ -26,6 +28,7 @@ from optimizers import PATHS, assert_same, halves
 from torch import nn
 
 from stormplus import StormPlus
+from stormplus.torch import _sharding
 from stormplus.torch.kernels import multi_tensor, native, plain, triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")  # of Triton
@@ -71,6 +74,17 @@ def test_untuned_step_with_gradients_at_the_ends_of_float32(backend, case):
     (actual, _), (expected, _) = (untuned(b, lists) for b in (backend, plain))
     torch.testing.assert_close(actual, expected, rtol=3e-6, atol=1e-6)
     torch.testing.assert_close(actual["grad_rms"], expected["grad_rms"], rtol=3e-6, atol=3e-45)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "gaps"])
+def test_every_kth_coordinate_is_sampled_whatever_the_layout(layout, monkeypatch):
+    monkeypatch.setattr(_sharding, "sample_stride", lambda size: 7)
+    x = LAYOUTS[layout](torch.randn(4, 3, 5, 5)).transpose(0, 1)
+    sampled = _sharding.SampledCoordinates.of(x)
+    found = torch.empty(sampled.count)
+    sampled.store(in_memory_order(x), found, ())
+    assert torch.equal(found, x.reshape(-1)[::7])
+    assert (sampled.index.diff() > 0).all()
 
 
 @each_backend([plain, *FAST])

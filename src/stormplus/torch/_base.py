@@ -174,7 +174,6 @@ class BaseOptimizer(Optimizer, ABC):
 
     # -- parameters ------------------------------------------------------------------------------
 
-    @outside_inference_mode()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each starts at its first gradient."""
         split_named_parameters(param_group)
@@ -226,7 +225,6 @@ class BaseOptimizer(Optimizer, ABC):
         self._active = [info for info, is_used in zip(self._infos, used) if is_used]
         self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
 
-    @outside_inference_mode()
     def _place_state(self) -> None:
         """Place buffers beside trainable parameters, and `scalars` with the last of them."""
         for info in self._infos:
@@ -263,7 +261,7 @@ class BaseOptimizer(Optimizer, ABC):
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
         compiling = torch.compiler.is_compiling()
         for table in (self._shared_table, self._tensor_table):
-            on_host = table.has_values and not compiling
+            on_host = table.tensor.device.type == "cpu" and not compiling
             moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
             if moved or on_host != table.on_host:
                 table.bind(on_host=on_host)

@@ -102,11 +102,9 @@ class SampledCoordinates:
         shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape) or (1,)
         sampled = np.arange(0, size, sample_stride(size))
         here, places = np.full(len(sampled), True), []
-        for coordinate, held, n in zip(np.unravel_index(sampled, shape), _held(p, shape), shape):
-            place = np.full(n, -1)
-            place[held] = np.arange(len(held))
-            places.append(place[coordinate])
-            here &= places[-1] >= 0
+        for coordinate, held in zip(np.unravel_index(sampled, shape), _held(p, shape)):
+            here &= (held.start <= coordinate) & (coordinate < held.stop)
+            places.append(coordinate - held.start)
         (in_whole,) = here.nonzero()
         steps = torch.empty_like(x, device="meta").stride()  # those of x, but without gaps
         index = np.sum([place[here] * step for place, step in zip(places, steps)], axis=0)
@@ -126,9 +124,9 @@ def _real_size(p: Tensor) -> int:
     return p.numel() * (2 if p.is_complex() else 1)
 
 
-def _held(p: Tensor, shape: tuple[int, ...]) -> list[np.ndarray]:
+def _held(p: Tensor, shape: tuple[int, ...]) -> list[range]:
     """Return which indices of each dimension of p, whose shape in reals is given, are here."""
-    held = [np.arange(size) for size in shape]
+    held = [range(size) for size in shape]
     if not is_dtensor(p):
         return held
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]

@@ -147,9 +147,7 @@ class ScalarTable:
                 if name in owner:
                     number.copy_(owner[name])
                 owner[name] = number
-        # A FakeTensor on the CPU has no values.
-        self.has_values = device.type == "cpu" and type(self.tensor) is Tensor
-        self.bind(on_host=self.has_values and not torch.compiler.is_compiling())
+        self.bind(on_host=device.type == "cpu" and not torch.compiler.is_compiling())
 
     def bind(self, *, on_host: bool) -> None:
         """Set where the arithmetic is done; again if the table's memory has moved."""

@@ -170,9 +170,8 @@ def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
         if end == len(sizes) or size + sizes[end] > _SLAB:
             part, start, size = group.slice(start, end), end, 0
             of_part = tuple(p.numel() for p in part.params)
-            # Tensors made under a FakeTensorMode or torch.compile must not be used later.
-            fake = torch.compiler.is_compiling() or hasattr(group.params[0], "fake_mode")
-            make = _Rows if fake else _cached_rows
+            # Tensors made under torch.compile must not be used later.
+            make = _Rows if torch.compiler.is_compiling() else _cached_rows
             yield part, make(of_part, tuple(part.coordinates), group.device)
 
 
