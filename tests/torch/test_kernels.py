@@ -13,20 +13,22 @@ from kernel_cases import (
     F16,
     F32,
     F64,
+    LAYOUTS,
     Case,
     Kind,
     assert_tensors_agree,
     cases,
     estimated,
     group_of,
+    in_memory_order,
     moved,
-    shard,
     untuned,
 )
 from optimizers import PATHS, assert_same, halves
 from torch import nn
 
 from stormplus import StormPlus
+from stormplus.torch import _sharding
 from stormplus.torch.kernels import multi_tensor, native, plain, triton
 
 pytestmark = pytest.mark.usefixtures("interpreter")  # of Triton
@@ -74,11 +76,15 @@ def test_untuned_step_with_gradients_at_the_ends_of_float32(backend, case):
     torch.testing.assert_close(actual["grad_rms"], expected["grad_rms"], rtol=3e-6, atol=3e-45)
 
 
-@each_backend([plain, *FAST])
-def test_a_sample_without_a_stride_is_not_measured(backend):
-    _, (u_sq, moved_sq) = untuned(backend, shard(sample_stride=0).untuned())
-    assert moved_sq.tolist() == [0.0, 0.0]
-    assert (u_sq > 0).all()
+@pytest.mark.parametrize("layout", ["contiguous", "channels last", "gaps"])
+def test_every_kth_coordinate_is_sampled_whatever_the_layout(layout, monkeypatch):
+    monkeypatch.setattr(_sharding, "sample_stride", lambda size: 7)
+    x = LAYOUTS[layout](torch.randn(4, 3, 5, 5)).transpose(0, 1)
+    sampled = _sharding.SampledCoordinates.of(x)
+    found = torch.empty(sampled.count)
+    sampled.store(in_memory_order(x), found, ())
+    assert torch.equal(found, x.reshape(-1)[::7])
+    assert (sampled.index.diff() > 0).all()
 
 
 @each_backend([plain, *FAST])
@@ -106,7 +112,7 @@ def test_displacement_is_not_finite_if_a_parameter_overflows_and_its_master_does
 def test_several_slabs_equal_one(monkeypatch, run):
     lists = Case(run, Kind(), {}).lists()
     whole = run(multi_tensor, lists)
-    monkeypatch.setattr(multi_tensor, "_CPU_SLAB", 1030)
+    monkeypatch.setattr(multi_tensor, "_SLAB", 1030)
     torch.testing.assert_close(run(multi_tensor, lists), whole, rtol=1e-12, atol=0)
 
 

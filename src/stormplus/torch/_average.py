@@ -110,7 +110,7 @@ class AveragedOptimizer(BaseOptimizer):
         Before the first step the parameters stay as they are. Calling it again changes nothing.
         """
         if not self.at_average:
-            self._follow_parameters()
+            self._place_state()  # parameters may have been moved or unfrozen
             reshard()
             for info in self._infos:
                 p, state = info.p, info.state

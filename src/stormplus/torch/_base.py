@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from abc import ABC, abstractmethod
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from stormplus.torch._sharding import (
     SampledCoordinates,
     local,
     local_gradient,
+    memory_order,
     mesh_groups,
     norm_groups,
     sum_over_processes,
@@ -51,6 +51,8 @@ class BaseOptimizer(Optimizer, ABC):
     _tensor_initial: ClassVar[Mapping[str, float]] = {}  # what each parameter has, initially
     _buffer_names: ClassVar[tuple[str, ...]]  # what `_buffers` may return
     _attributes: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has besides its state
+    _shared_table: ScalarTable
+    _tensor_table: ScalarTable
     _trainer_checked = False
     _skips_reported = 0.0
     _skips_on_host: Tensor | None = None  # how many steps a device has skipped, one step late
@@ -172,7 +174,6 @@ class BaseOptimizer(Optimizer, ABC):
 
     # -- parameters ------------------------------------------------------------------------------
 
-    @outside_inference_mode()
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; each starts at its first gradient."""
         split_named_parameters(param_group)
@@ -197,32 +198,26 @@ class BaseOptimizer(Optimizer, ABC):
             identity = _checkpoint.encode(self._identity())
             self._shared_state = {"format": _checkpoint.FORMAT, "identity": identity}
             self._shared_state |= self._initial_scalars()
-        self._known_groups = _listed(self.param_groups)
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
                 info = ParamInfo(p, group, self.state[p], len(self._infos), norm_groups(p))
                 info.state.setdefault("started", 0)
-                if p.requires_grad:
-                    self._place_buffers(info)
                 self._infos.append(info)
+        self._known_ids = self._ids()
         self._find_idle()
         # In the same order on every rank.
         self._mesh_groups = list(dict.fromkeys(g for p in params for g in mesh_groups(p)))
         shard_groups = (g for info in self._infos for g in info.process_groups)
         self._shard_groups = list(dict.fromkeys(shard_groups))
-        self._place_scalars()
+        self._place_state()
         device, states = self._keeper.device, [info.state for info in self._infos]
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
-    def _place_scalars(self) -> None:
-        """Keep `scalars` in the state of the last trainable parameter."""
-        params = self.parameters()
-        self._keeper = next((p for p in reversed(params) if p.requires_grad), params[-1])
-        for info in self._infos:
-            info.state.pop("scalars", None)
-        self.state[self._keeper]["scalars"] = self._shared_state
+    def _ids(self) -> list[int]:
+        """Return what changes if groups or parameters are added, removed or replaced."""
+        return [id(x) for group in self.param_groups for x in (group, *group["params"])]
 
     def _find_idle(self) -> None:
         """Split parameters into active ones and frozen ones that never had a gradient."""
@@ -230,13 +225,49 @@ class BaseOptimizer(Optimizer, ABC):
         self._active = [info for info, is_used in zip(self._infos, used) if is_used]
         self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
 
+    def _place_state(self) -> None:
+        """Place buffers beside trainable parameters, and `scalars` with the last of them."""
+        for info in self._infos:
+            info.state.pop("scalars", None)
+            if info.p.requires_grad:
+                self._place_buffers(info)
+            elif not info.state["started"]:  # else only a step without it frees its buffers
+                self._release(info)
+        params = self.parameters()
+        self._keeper = next((p for p in reversed(params) if p.requires_grad), params[-1])
+        self.state[self._keeper]["scalars"] = self._shared_state
+
+    @outside_inference_mode()
+    def _place_buffers(self, info: ParamInfo) -> None:
+        """Make a parameter's buffers, or let them follow it after `.to()`."""
+        p, state, kinds = info.p, info.state, self._buffers(info.p)
+        info.process_groups = norm_groups(p)  # raises if it was sharded by FSDP1 meanwhile
+        for name in self._buffer_names:
+            if name in kinds:
+                state[name] = kinds[name].placed(p, state.get(name))
+            else:
+                state.pop(name, None)
+        if self._tensor_initial and info.layout != _layout(p):
+            info.coordinates = SampledCoordinates.of(p)
+        info.layout = _layout(p)
+
+    def _release(self, info: ParamInfo) -> None:
+        """Free the buffers of a frozen parameter, which starts over if it is unfrozen."""
+        for name in self._buffer_names:
+            info.state.pop(name, None)
+        info.state["started"], info.layout, info.key = 0, None, None
+
     def _refresh(self) -> None:
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
         compiling = torch.compiler.is_compiling()
-        self._traced = compiling or torch._C._len_torch_dispatch_stack() > 0
-        # Under torch.compile, reading self.state adds guards and recompiles.
-        state = {"scalars": self._shared_state} if compiling else self.state.get(self._keeper, {})
-        scalars = state.get("scalars")
+        for table in (self._shared_table, self._tensor_table):
+            on_host = table.tensor.device.type == "cpu" and not compiling
+            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
+            if moved or on_host != table.on_host:
+                table.bind(on_host=on_host)
+        if compiling:  # reading self.state would add guards and recompile
+            return
+        scalars = self.state.get(self._keeper, {}).get("scalars")
         if scalars is None:
             raise RuntimeError(
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
@@ -244,46 +275,11 @@ class BaseOptimizer(Optimizer, ABC):
             )
         if (
             scalars is not self._shared_state  # Lightning copies dictionaries
-            or not _are_same(_listed(self.param_groups), self._known_groups)
+            or self._ids() != self._known_ids
             or self._shared_table.tensor.device != self._keeper.device
         ):
             self._shared_state = scalars
             self._adopt_parameters()
-        for table in (self._shared_table, self._tensor_table):
-            on_host = table.has_values and not compiling
-            moved = on_host and table.tensor.data_ptr() != table.address  # by share_memory_()
-            if moved or on_host != table.on_host:
-                table.bind(on_host=on_host)
-
-    @outside_inference_mode()
-    def _follow_parameters(self) -> None:
-        """Let the state follow parameters that were moved, frozen or unfrozen."""
-        self._refresh()
-        for info in self._infos:
-            if info.p.requires_grad:
-                self._place_buffers(info)
-            elif not info.state["started"]:  # else only a step without it frees its buffers
-                self._release([info])
-        self._place_scalars()
-
-    @outside_inference_mode()
-    def _place_buffers(self, info: ParamInfo) -> None:
-        """Make a parameter's buffers, or let them follow it after `.to()`."""
-        state, kinds = info.state, self._buffers(info.p)
-        info.process_groups = norm_groups(info.p)  # raises if it was sharded by FSDP1 meanwhile
-        for name in self._buffer_names:
-            if name in kinds:
-                state[name] = kinds[name].placed(info.p, state.get(name))
-            else:
-                state.pop(name, None)
-
-    def _release(self, infos: list[ParamInfo]) -> None:
-        """Free the buffers of frozen parameters, which start over if they are unfrozen."""
-        for info in infos:
-            for name in self._buffer_names:
-                info.state.pop(name, None)
-            info.state["started"], info.key = 0, None
-            self._tensor_table.reset(info.index)
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
         """Sort the parameters that take part in a pass into groups, without their buffers.
@@ -294,10 +290,12 @@ class BaseOptimizer(Optimizer, ABC):
         self._refresh()
         frozen = [info for info in self._active if not info.p.requires_grad]
         if frozen or any(p.requires_grad for p in self._idle):
-            self._release(frozen)
+            for info in frozen:
+                self._release(info)
+                self._tensor_table.reset(info.index)
             self._find_idle()
         groups: dict[Any, TensorGroup] = {}
-        traced = self._traced
+        traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         for info in self._active:
             p, state = info.p, info.state
             g, started = p.grad, state["started"]
@@ -319,7 +317,7 @@ class BaseOptimizer(Optimizer, ABC):
             if info.is_ordinary:
                 x = p
             else:
-                x, g, state = local(p), local_gradient(p, g), self._local_buffers(info)
+                x, g, state = self._local_tensors(info, g)
             group = groups.get((info.group_key, started))
             if group is None:
                 group = TensorGroup(info.param_group, info.kernels, x.device, info.process_groups)
@@ -336,26 +334,33 @@ class BaseOptimizer(Optimizer, ABC):
         p = info.p
         if g.shape != p.shape:
             reject_gradient(self.param_groups, p, g)
-        if info.key is None or info.key[:4] != key[:4]:
+        if key[:4] != info.layout:
             self._place_buffers(info)
         info.key, info.kernels = key, None
-        info.is_ordinary = type(p) in _ORDINARY_TYPES and not p.is_complex()
+        is_contiguous = p.is_contiguous() and g.is_contiguous()
+        info.is_ordinary = type(p) in _ORDINARY_TYPES and not p.is_complex() and is_contiguous
         if not p.numel():
             return
-        x, g = local(p), local_gradient(p, g)
-        if x.device.type == "cpu" and not self._shared_table.on_host and not self._traced:
+        x, g, buffers = self._local_tensors(info, g)
+        if x.device.type == "cpu" and not self._shared_table.on_host and not key[-1]:
             info.kernels = plain  # the flag to skip is on another device
         else:
-            buffers = [t for t in self._local_buffers(info).values() if t.shape == x.shape]
-            info.kernels = choose_kernels([x, g, *buffers], info.param_group.get("foreach"))
-        param_group = id(info.param_group)
-        if self._tensor_initial:  # then the options are per tensor too, and groups share a pass
-            param_group, info.coordinates = 0, info.coordinates or SampledCoordinates(p)
-        key = param_group, info.kernels.__name__, x.device, x.dtype, info.process_groups
-        info.group_key = self._group_keys.setdefault(key, len(self._group_keys))
+            tensors = [x, g, *(t for t in buffers.values() if t.shape == x.shape)]
+            info.kernels = choose_kernels(tensors, info.param_group.get("foreach"))
+        # If the options are per tensor, param groups share a pass.
+        param_group = 0 if self._tensor_initial else id(info.param_group)
+        group_key = param_group, info.kernels.__name__, x.device, x.dtype, info.process_groups
+        info.group_key = self._group_keys.setdefault(group_key, len(self._group_keys))
 
-    def _local_buffers(self, info: ParamInfo) -> dict[str, Tensor]:
-        return {name: local(info.state[name]) for name in self._buffer_names if name in info.state}
+    def _local_tensors(self, info: ParamInfo, g: Tensor) -> tuple[Tensor, Tensor, State]:
+        """Return the local parameter, gradient and buffers, contiguous unless there are gaps."""
+        x = local(info.p)
+        order = memory_order(x)
+        buffers = {k: local(info.state[k]) for k in self._buffer_names if k in info.state}
+        for name, buffer in buffers.items():
+            if buffer.shape == x.shape:
+                buffers[name] = buffer.permute(order)
+        return x.permute(order), local_gradient(info.p, g).permute(order).contiguous(), buffers
 
     def _mark_started(self, groups: list[TensorGroup]) -> None:
         for index in (index for group in groups if group.is_new for index in group.indices):
@@ -375,21 +380,22 @@ class BaseOptimizer(Optimizer, ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a run needs to continue bit by bit."""
-        self._follow_parameters()
-        (shared,), per_tensor = self._shared_table.snapshot(), self._tensor_table.snapshot()
-
-        def copy_entries(_: Optimizer, packed: State) -> None:
-            for i, numbers in enumerate(per_tensor):
-                entry = packed["state"][i] = packed["state"][i] | numbers
-                if "scalars" in entry:
-                    entry["scalars"] = entry["scalars"] | shared
-
-        # Before the user's own hooks.
-        hook = self.register_state_dict_post_hook(copy_entries, prepend=True)
+        self._refresh()
+        self._place_state()  # parameters may have been moved, frozen or unfrozen
+        live, self.state = self.state, self._copied_numbers()
         try:
             return super().state_dict()
         finally:
-            hook.remove()
+            self.state = live
+
+    def _copied_numbers(self) -> defaultdict[Tensor, State]:
+        """Return the state with numbers of its own: views would be pickled with a whole table."""
+        state = defaultdict(dict, self.state)
+        for info, numbers in zip(self._infos, self._tensor_table.snapshot()):
+            state[info.p] = info.state | numbers
+        (shared,) = self._shared_table.snapshot()
+        state[self._keeper]["scalars"] = self._shared_state | shared
+        return state
 
     @outside_inference_mode()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -424,14 +430,10 @@ class BaseOptimizer(Optimizer, ABC):
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_check_finite", "generation", "_skips_reported", *self._attributes)
-        # Views of one table would be pickled with the whole table each.
-        (shared,), per_tensor = self._shared_table.snapshot(), self._tensor_table.snapshot()
-        state = defaultdict(dict, self.state)
-        for info, numbers in zip(self._infos, per_tensor):
-            state[info.p] = {k: v for k, v in info.state.items() if k != "scalars"} | numbers
         attributes = {name: vars(self)[name] for name in names if name in vars(self)}
-        scalars = self._shared_state | shared
-        return super().__getstate__() | attributes | {"state": state, "_shared_state": scalars}
+        state = self._copied_numbers()
+        attributes["_shared_state"] = state[self._keeper]["scalars"]
+        return super().__getstate__() | attributes | {"state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -440,10 +442,6 @@ class BaseOptimizer(Optimizer, ABC):
             self._adopt_parameters()
 
 
-def _listed(groups: list[dict[str, Any]]) -> list[Any]:
-    return [thing for group in groups for thing in (group, *group["params"])]
-
-
-def _are_same(objects: list[Any], others: list[Any]) -> bool:
-    """Compare by identity; `==` would compare the values of tensors."""
-    return len(objects) == len(others) and all(map(operator.is_, objects, others))
+def _layout(p: Tensor) -> tuple[Any, ...]:
+    """Return what the buffers of a parameter follow."""
+    return p.device, p.dtype, p.shape, p.is_contiguous() or p.stride()

@@ -56,11 +56,6 @@ class RandomStreams:
         for generator, state in zip(self._generators, others[len(self._modules) :]):
             generator.set_state(state)
 
-    @property
-    def size(self) -> int:
-        """How many bytes `pack` returns."""
-        return sum(state.numel() for state in self._states)
-
     def pack(self) -> Tensor:
         """Return the snapshot as bytes in one tensor, for a checkpoint."""
         return torch.cat(self._states)
@@ -68,10 +63,10 @@ class RandomStreams:
     def unpack(self, packed: Tensor) -> None:
         """Replace the snapshot by one that `pack` has returned."""
         sizes = [state.numel() for state in self._states]
-        if packed.numel() != self.size:
+        if packed.numel() != sum(sizes):
             raise RuntimeError(
                 f"the checkpoint holds {packed.numel()} bytes of random state, this process "
-                f"has {self.size}: resume with the same devices and generators"
+                f"has {sum(sizes)}: resume with the same devices and generators"
             )
         # Clones: Generator.set_state crashes on a view with an offset (torch 2.13).
         self._states = [piece.clone() for piece in torch.split(packed.cpu(), sizes)]

@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -64,9 +67,66 @@ def norm_groups(p: Tensor) -> ProcessGroups:
     )
 
 
-def held_indices(p: Tensor) -> list[Tensor]:
-    """Return which indices of each dimension of p this process has."""
-    held = [torch.arange(size) for size in p.shape]
+def memory_order(x: Tensor) -> list[int]:
+    """Return the order of dimensions in which x is contiguous, unless it has gaps."""
+    return sorted(range(x.ndim), key=x.stride, reverse=True)
+
+
+def coordinate_count(p: Tensor) -> int:
+    """Return on how many coordinates a tensor's distance is measured."""
+    size = _real_size(p)
+    return -(-size // sample_stride(size))
+
+
+@dataclass(eq=False)
+class SampledCoordinates:
+    """Every k-th coordinate of a tensor in row-major order, of which this process may have a part.
+
+    Attributes:
+        size: The number of coordinates of the whole tensor; complex ones count twice.
+        count: How many of them are sampled.
+        count_here: How many of the sampled ones are here.
+        index: Which elements of the local part, in its `memory_order`, are sampled; ascending.
+        in_whole: Their places in the whole sample.
+    """
+
+    size: int
+    count: int
+    count_here: int
+    index: Tensor
+    in_whole: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor) -> SampledCoordinates:
+        size, x = _real_size(p), torch.atleast_1d(local(p))
+        shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape) or (1,)
+        sampled = np.arange(0, size, sample_stride(size))
+        here, places = np.full(len(sampled), True), []
+        for coordinate, held in zip(np.unravel_index(sampled, shape), _held(p, shape)):
+            here &= (held.start <= coordinate) & (coordinate < held.stop)
+            places.append(coordinate - held.start)
+        (in_whole,) = here.nonzero()
+        steps = torch.empty_like(x, device="meta").stride()  # those of x, but without gaps
+        index = np.sum([place[here] * step for place, step in zip(places, steps)], axis=0)
+        ascending = index.argsort()
+        index_here, places_here = index[ascending], in_whole[ascending]
+        uploaded = _uploaded(index_here, x), _uploaded(places_here, x)
+        return cls(size, len(sampled), len(index_here), *uploaded)
+
+    def store(self, x: Tensor, whole: Tensor, process_groups: ProcessGroups) -> None:
+        """Write the sampled coordinates of x into `whole`, complete on every process."""
+        whole.zero_().index_copy_(0, self.in_whole, x.reshape(-1)[self.index].to(whole.dtype))
+        for group in process_groups:
+            torch.distributed.all_reduce(whole, group=group)
+
+
+def _real_size(p: Tensor) -> int:
+    return p.numel() * (2 if p.is_complex() else 1)
+
+
+def _held(p: Tensor, shape: tuple[int, ...]) -> list[range]:
+    """Return which indices of each dimension of p, whose shape in reals is given, are here."""
+    held = [range(size) for size in shape]
     if not is_dtensor(p):
         return held
     mesh, placements = p.device_mesh, p.placements  # type: ignore[attr-defined]
@@ -76,9 +136,10 @@ def held_indices(p: Tensor) -> list[Tensor]:
     for i in order:
         if not placements[i].is_replicate():
             dim = placements[i].dim
-            parts = torch.chunk(held[dim], mesh.size(i))
-            held[dim] = parts[at[i]] if at is not None and at[i] < len(parts) else held[dim][:0]
-    expected, here = tuple(map(len, held)), tuple(p.to_local().shape)  # type: ignore[attr-defined]
+            size = -(-len(held[dim]) // mesh.size(i))  # as torch.chunk
+            start = len(held[dim]) if at is None else at[i] * size
+            held[dim] = held[dim][start : start + size]
+    expected, here = tuple(map(len, held)), tuple(local(p).shape)
     if expected != here and 0 not in expected:
         raise RuntimeError(
             f"a parameter with placements {placements} has a local part of shape {here}, where "
@@ -87,96 +148,17 @@ def held_indices(p: Tensor) -> list[Tensor]:
     return held
 
 
-def _real_size(p: Tensor) -> int:
-    return p.numel() * (2 if p.is_complex() else 1)
+def _uploaded(index: np.ndarray, x: Tensor) -> Tensor:
+    """Return an index on the device of x. Of a small tensor it is 0, 1, ...: these share one."""
+    n = len(index)
+    if np.array_equal(index, np.arange(n)) and not torch._C._len_torch_dispatch_stack():
+        return _first_integers(1 << n.bit_length(), x.device)[:n]
+    return torch.from_numpy(index).to(x.device)
 
 
-def coordinate_count(p: Tensor) -> int:
-    """Return on how many coordinates a tensor's distance is measured."""
-    size = _real_size(p)
-    return -(-size // sample_stride(size))
-
-
-class SampledCoordinates:
-    """Every k-th coordinate of a tensor in row-major order, of which this process may have a part.
-
-    Attributes:
-        size: The number of coordinates of the whole tensor; complex ones count twice.
-        count: How many of them are sampled.
-        stride: k if the local part is a range of rows of the whole tensor, else 0.
-        offset: Where in the whole tensor that range begins.
-    """
-
-    def __init__(self, p: Tensor) -> None:
-        self.size, self.count = _real_size(p), coordinate_count(p)
-        self.stride, self.offset = sample_stride(self.size), 0
-        self._in_memory: dict[Any, Tensor] = {}
-        if not is_dtensor(p):
-            return
-        shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape)
-        held = [*held_indices(p), torch.arange(2)] if p.is_complex() else held_indices(p)
-        rows, whole_rows = held[0], [torch.arange(size) for size in shape[1:]]
-        in_order = len(rows) > 0 and int(rows[-1] - rows[0]) == len(rows) - 1
-        if in_order and all(map(torch.equal, held[1:], whole_rows)):
-            self.offset = int(rows[0]) * (self.size // shape[0])
-            return
-        places = torch.arange(0, self.size, self.stride)
-        self.stride = 0
-        mine, index = torch.ones_like(places, dtype=torch.bool), []
-        for coordinate, here, size in zip(torch.unravel_index(places, shape), held, shape):
-            at = torch.full((size,), -1).index_copy_(0, here, torch.arange(len(here)))
-            index.append(at[coordinate])
-            mine &= index[-1] >= 0
-        device = local(p).device
-        self._in_whole = mine.nonzero().reshape(-1).to(device)
-        self._in_part = tuple(i[mine].to(device) for i in index)
-
-    def places(self, shape: tuple[int, ...], memory: tuple[int, ...]) -> Tensor:
-        """Return where in the memory of a dense local tensor the sampled coordinates are."""
-        if torch.compiler.is_compiling() or (shape, memory) not in self._in_memory:
-            first = -self.offset % self.stride
-            at = torch.arange(first, math.prod(shape), self.stride, device="cpu")
-            coordinates = torch.unravel_index(at, shape) if shape else ()
-            at = sum((i * step for i, step in zip(coordinates, memory)), torch.zeros_like(at))
-            if torch.compiler.is_compiling():
-                return at
-            self._in_memory[shape, memory] = at
-        return self._in_memory[shape, memory]
-
-    def of(self, t: Tensor) -> Tensor:
-        """Return the sampled coordinates of a local tensor."""
-        if not self.stride:
-            return t[self._in_part]
-        if t.is_contiguous() or not is_dense(t):
-            return t.reshape(-1)[-self.offset % self.stride :: self.stride]
-        places = self.places(tuple(t.shape), t.stride())
-        return t.as_strided((t.numel(),), (1,))[places.to(t.device)]
-
-    def part(self, whole: Tensor, count: int) -> Tensor:
-        """Return the entries of a whole sample that belong to the `count` local coordinates."""
-        if not self.stride:
-            return whole[self._in_whole]
-        start = -(-self.offset // self.stride)
-        return whole[start : start + count]
-
-    def store(self, x: Tensor, whole: Tensor, process_groups: ProcessGroups) -> None:
-        """Write the sampled coordinates of x into `whole`, complete on every process."""
-        here = self.of(x).to(whole.dtype)
-        if torch.compiler.is_compiling():
-            # Inductor copies what it takes for an input at the end, when x has moved (torch 2.13).
-            here = torch.where(here == here, here, 0)  # noqa: PLR0124
-        whole.zero_()
-        if self.stride:
-            self.part(whole, len(here)).copy_(here)
-        else:
-            whole[self._in_whole] = here
-        for group in process_groups:
-            torch.distributed.all_reduce(whole, group=group)
-
-
-def is_dense(t: Tensor) -> bool:
-    """Return whether the elements of t fill a range of memory."""
-    return sum((n - 1) * step for n, step in zip(t.shape, t.stride())) + 1 == t.numel()
+@lru_cache(maxsize=64)
+def _first_integers(n: int, device: torch.device) -> Tensor:
+    return torch.arange(n, device=device)
 
 
 def reshard() -> None:

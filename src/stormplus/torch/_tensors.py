@@ -87,11 +87,12 @@ class ParamInfo:
     state: State
     index: int  # its place among all parameters
     process_groups: ProcessGroups
+    layout: Any = None  # device, dtype, shape and strides for which its buffers were made
+    coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
-    is_ordinary: bool = True  # neither sharded, nor complex, nor another subclass of Tensor
-    coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
+    is_ordinary: bool = True  # contiguous and real, of type Tensor or Parameter
 
 
 class BufferKind(NamedTuple):
@@ -140,15 +141,13 @@ class ScalarTable:
         self._initial = torch.tensor(list(initial.values()), dtype=dtype, device=device)
         self.names = tuple(initial)
         self.tensor = self._initial.unsqueeze(1).repeat(1, len(owners))
-        self._selections: dict[Any, Any] = {}
+        self.cache: dict[Any, Any] = {}  # what would have to be loaded to the device again
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
                 if name in owner:
                     number.copy_(owner[name])
                 owner[name] = number
-        # A FakeTensor on the CPU has no values.
-        self.has_values = device.type == "cpu" and type(self.tensor) is Tensor
-        self.bind(on_host=self.has_values and not torch.compiler.is_compiling())
+        self.bind(on_host=device.type == "cpu" and not torch.compiler.is_compiling())
 
     def bind(self, *, on_host: bool) -> None:
         """Set where the arithmetic is done; again if the table's memory has moved."""
@@ -185,12 +184,12 @@ class ScalarTable:
         if len(indices) == width:
             return slice(None), None
         key = self.on_host, *indices
-        if key not in self._selections:  # kept, because a device would have to load them
-            if len(self._selections) > 64:
-                self._selections.clear()
+        if key not in self.cache:
+            if len(self.cache) > 64:
+                self.cache.clear()
             index, mask = np.array(indices), np.isin(np.arange(width), indices)
-            self._selections[key] = self.array(index), self.array(mask)
-        index, mask = self._selections[key]
+            self.cache[key] = self.array(index), self.array(mask)
+        index, mask = self.cache[key]
         return index, mask
 
     def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:
@@ -203,11 +202,10 @@ class ScalarTable:
             rows = rows.to(self.tensor, non_blocking=True)
         if mask is None:
             return rows
-        if self.on_host:
-            full = np.zeros((len(rows), len(mask)))
-            full[:, index] = rows
-            return full
-        return self.tensor.new_zeros(len(rows), len(mask)).index_copy_(1, index, rows)
+        shape = len(rows), len(mask)
+        full = np.zeros(shape) if self.on_host else self.tensor.new_zeros(shape)
+        full[:, index] = rows
+        return full
 
     def reset(self, index: int) -> None:
         """Set one owner's numbers to their initial values."""

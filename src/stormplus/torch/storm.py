@@ -438,4 +438,6 @@ def _decay_decoupled(group: TensorGroup, decay: Number, skip: Tensor | None) -> 
 
 
 def _on(number: Number | None, device: torch.device) -> Any:
-    return number.to(device, non_blocking=True) if isinstance(number, Tensor) else number
+    if not isinstance(number, Tensor):
+        return number
+    return number.to(device, non_blocking=device.type != "cpu")  # a CPU could read it too early

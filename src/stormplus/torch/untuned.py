@@ -20,7 +20,6 @@ from stormplus import untuned_rule as rule
 from stormplus.torch._average import AveragedOptimizer
 from stormplus.torch._checks import NO_LR, check_number, parameter_name, warn, without_lr
 from stormplus.torch._tensors import Numbers, State, TensorGroup
-from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
 
@@ -92,7 +91,6 @@ class Untuned(AveragedOptimizer):
     _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
     _attributes = ("_state_dtype", "_compared", "_lr_checked")
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` around step()
-    _options_key: Any = None
 
     @without_lr
     def __init__(
@@ -187,7 +185,6 @@ class Untuned(AveragedOptimizer):
         self._shared_table.rows["grad_evaluations"] += 1.0 if taken is None else taken
         if skip is not None:
             self._count_skip(skip)
-        self._opt_called = True  # lr_scheduler warns without it
 
     def _coefficients(
         self,
@@ -223,12 +220,8 @@ class Untuned(AveragedOptimizer):
             index, mask = table.index_and_mask(group.indices)
             if mask is not None or group.device != table.tensor.device:
                 of_group = coefficients.of(index, group.device)
-                flag = skip if skip is None else skip.to(group.device, non_blocking=True)
+                flag = skip if skip is None else skip.to(group.device)
             sums = group.kernels.untuned_step(group, of_group, flag)
-            if group.process_groups:
-                for i, sampled in enumerate(group.coordinates):
-                    if not sampled.stride:  # the kernels measure ranges of rows only
-                        sums[1][i] = plain.squared_displacement(group, i)
             if mask is not None or not table.on_host:
                 sums = table.scatter(sums, group.indices)
             parts.append((group.process_groups, sums))
@@ -272,8 +265,8 @@ class Untuned(AveragedOptimizer):
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._tensor_table, self._infos
         by_group = [_group_options(group) for group in self.param_groups]
-        key = by_group, table.on_host, self._active
-        if key != self._options_key:
+        key, options = (by_group, table.on_host, self._active), table.cache.get("options")
+        if options is None or table.cache["options key"] != key:
             self._check_lr([lr for lr, *_ in by_group])
             by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
             lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
@@ -281,15 +274,14 @@ class Untuned(AveragedOptimizer):
             axes = [info.p.ndim + info.p.is_complex() for info in infos]  # in reals
             axes = [n if is_trainable else 0 for n, is_trainable in zip(axes, trainable)]
             eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
-            self._cached_options = _PerTensorOptions(
+            options = _PerTensorOptions(
                 lr=table.array(lr * factor),
                 weight_decay=table.array(decay.copy()),
                 sign=table.array(sign.copy()),
                 eligible=table.array(eligible),
                 decays=any(decay > 0 for _, _, decay, _ in by_group),
             )
-            self._options_key = key
-        options = self._cached_options
+            table.cache |= {"options": options, "options key": key}
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
                 _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])

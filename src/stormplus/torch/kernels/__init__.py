@@ -32,9 +32,9 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
     x, compiling = tensors[0], torch.compiler.is_compiling()
     if foreach is False or not x.numel():
         return plain
-    on_cpu = x.device.type == "cpu"
+    on_cpu, contiguous = x.device.type == "cpu", all(t.is_contiguous() for t in tensors)
     # A TorchDispatchMode would not see what native and Triton kernels write.
-    if not compiling and not torch._C._len_torch_dispatch_stack() and _same_layout(tensors):
+    if not compiling and not torch._C._len_torch_dispatch_stack() and contiguous:
         if on_cpu and not foreach and native.supports(*tensors):
             return native
         if triton.supports(*tensors):
@@ -42,12 +42,3 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
     # On a CPU torch's multi-tensor operations are loops, and their copies cost memory: five times
     # the time of `plain` on a tensor of 100 M.
     return plain if on_cpu and not compiling else multi_tensor
-
-
-def _same_layout(tensors: Sequence[Tensor]) -> bool:
-    """Whether tensors of one shape have their elements in the same order in memory."""
-    if all(t.is_contiguous() for t in tensors):
-        return True
-    formats = {4: torch.channels_last, 5: torch.channels_last_3d}
-    layout = formats.get(tensors[0].ndim)
-    return layout is not None and all(t.is_contiguous(memory_format=layout) for t in tensors)

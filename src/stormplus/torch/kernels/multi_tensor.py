@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import lru_cache, reduce
-from typing import Any, TypeAlias
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,12 +22,9 @@ from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.untuned_rule import INTERPOLATION
 
-_Layout: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]  # shape and strides
-
 _WIDTH = 1024  # elements in a row of the matrix
-# Elements that are copied at a time, unless one tensor has more: fewer would mean more launches on
-# a device, more would leave the cache of a CPU.
-_SLAB, _CPU_SLAB = 1 << 25, 1 << 18
+# Elements that are copied at a time, unless one tensor has more: fewer would mean more launches.
+_SLAB = 1 << 25
 
 
 def any_nonfinite(group: TensorGroup) -> Any:
@@ -78,7 +76,7 @@ def untuned_step(
         if e.dtype != old_e.dtype:
             place = rows.places.unsqueeze(-1) + torch.arange(_WIDTH, device=group.device)
             step = UntunedCoefficients(*of_rows).step
-            e, s = plain.stochastic_round(torch.stack([e, s]), step, place & 0xFFFFFFFF)
+            e, s = plain.stochastic_round(torch.stack([e, s]), step, place)
         new_x = y.to(x.dtype)
         rows.scatter(lists, old, (new_x, e, s, y), skip)
         if master:
@@ -96,36 +94,27 @@ class _Rows:
 
     Attributes:
         owner: The tensor of each row.
-        places: The place in its whole tensor of the first element of each row.
+        places: The place in its tensor of the first element of each row.
     """
 
     def __init__(
         self,
-        layouts: tuple[_Layout, ...],
+        sizes: tuple[int, ...],
         coordinates: tuple[SampledCoordinates, ...],
         device: torch.device,
     ) -> None:
-        self.sizes = [math.prod(shape) for shape, _ in layouts]
-        counts = [-(-size // _WIDTH) for size in self.sizes]
-        self.layouts, self.device = layouts, device
-        self.starts = [_WIDTH * sum(counts[:i]) for i in range(len(counts))]
+        counts = [-(-size // _WIDTH) for size in sizes]
+        self.sizes, self.device = sizes, device
+        self.starts = [_WIDTH * start for start in _starts(counts)]
         self._padding: dict[torch.dtype, Tensor] = {}
-        owner = _repeated(counts)
-        offsets = [sampled.offset for sampled in coordinates] or [0] * len(counts)
-        first = torch.tensor([a - b for a, b in zip(self.starts, offsets)], device="cpu")
-        places = _WIDTH * torch.arange(len(owner), device="cpu") - first[owner]
-        self.owner, self.places = self._upload(owner), self._upload(places)
-        in_matrix = [
-            start + sampled.places(*layout) if sampled.stride else owner[:0]
-            for sampled, layout, start in zip(coordinates, layouts, self.starts)
-        ]
-        if in_matrix:
-            self._sampled_counts = [len(here) for here in in_matrix]
-            self._sampled = self._upload(torch.cat(in_matrix))
-            self._sampled_owner = self._upload(_repeated(self._sampled_counts))
-
-    def _upload(self, numbers: Tensor) -> Tensor:
-        return numbers.to(self.device, non_blocking=True)
+        self.owner = _repeated(counts, device)
+        starts = torch.tensor(self.starts, device="cpu").to(device)
+        self.places = _WIDTH * torch.arange(len(self.owner), device=device) - starts[self.owner]
+        if coordinates:
+            lists = list(zip(self.starts, _starts([s.count for s in coordinates]), coordinates))
+            self._sampled = torch.cat([start + s.index for start, _, s in lists])
+            self._in_whole = torch.cat([start + s.in_whole for _, start, s in lists])
+            self._sampled_owner = _repeated([s.count_here for s in coordinates], device)
 
     def gather(self, *lists: Sequence[Tensor]) -> list[Tensor]:
         """Return the matrices of some lists of tensors, padded with zeros; one copy per dtype."""
@@ -134,9 +123,9 @@ class _Rows:
             dtype = tensors[0].dtype
             if dtype not in self._padding:
                 self._padding[dtype] = torch.zeros(_WIDTH, dtype=dtype, device=self.device)
-            for t, size, layout in zip(tensors, self.sizes, self.layouts):
+            for t, size in zip(tensors, self.sizes):
                 padding = self._padding[dtype][: -size % _WIDTH]
-                pieces.setdefault(dtype, []).extend([_flat(t, layout), padding])
+                pieces.setdefault(dtype, []).extend([t.reshape(-1), padding])
         matrices = {
             dtype: iter(torch.cat(flat).view(-1, len(self.owner), _WIDTH).unbind())
             for dtype, flat in pieces.items()
@@ -159,15 +148,14 @@ class _Rows:
             flat = matrix.reshape(-1)
             targets, sources = copies.setdefault(before.dtype, ([], []))
             targets += tensors
-            for (shape, strides), start, size in zip(self.layouts, self.starts, self.sizes):
-                sources.append(flat[start : start + size].as_strided(shape, strides))
+            for t, start, size in zip(tensors, self.starts, self.sizes):
+                sources.append(flat[start : start + size].view(t.shape))
         for targets, sources in copies.values():
             torch._foreach_copy_(targets, sources)
 
     def squared_displacements(self, group: TensorGroup, y: Tensor, e: Tensor) -> Tensor:
         """Return |z - z_1|^2 over the sampled coordinates of each tensor."""
-        lists = zip(group.coordinates, group.initial_sample, self._sampled_counts)
-        z_1 = torch.cat([sampled.part(whole, n) if n else whole[:0] for sampled, whole, n in lists])
+        z_1 = torch.cat(group.initial_sample)[self._in_whole]
         y, e = y.view(-1)[self._sampled], e.reshape(-1)[self._sampled]
         z = torch.add(y, e, alpha=INTERPOLATION)
         squares = (z - z_1).to(accumulator_dtype(y.device)).square()
@@ -176,33 +164,25 @@ class _Rows:
 
 def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
     """Yield parts of the group that are handled together, and their rows."""
-    limit = _CPU_SLAB if group.device.type == "cpu" else _SLAB
     sizes, start, size = [p.numel() for p in group.params], 0, 0
     for end in range(1, len(sizes) + 1):
         size += sizes[end - 1]
-        if end == len(sizes) or size + sizes[end] > limit:
+        if end == len(sizes) or size + sizes[end] > _SLAB:
             part, start, size = group.slice(start, end), end, 0
-            layouts = tuple((tuple(p.shape), plain.dense_strides(p)) for p in part.params)
-            # Tensors made under a FakeTensorMode or torch.compile must not be used later.
-            fake = torch.compiler.is_compiling() or hasattr(group.params[0], "fake_mode")
-            make = _Rows if fake else _cached_rows
-            yield part, make(layouts, tuple(part.coordinates), group.device)
+            of_part = tuple(p.numel() for p in part.params)
+            # Tensors made under torch.compile must not be used later.
+            make = _Rows if torch.compiler.is_compiling() else _cached_rows
+            yield part, make(of_part, tuple(part.coordinates), group.device)
 
 
 _cached_rows = lru_cache(maxsize=64)(_Rows)
 
 
-def _flat(t: Tensor, layout: _Layout) -> Tensor:
-    """Return the elements of t in the order of memory of a layout."""
-    shape, strides = layout
-    if t.is_contiguous() and strides == plain.row_major_strides(shape):
-        return t.view(-1)
-    if t.stride() != strides:
-        t = torch.empty_strided(shape, strides, dtype=t.dtype, device=t.device).copy_(t)
-    return t.as_strided((t.numel(),), (1,))
+def _starts(counts: Sequence[int]) -> list[int]:
+    return [0, *accumulate(counts)][:-1]
 
 
-def _repeated(counts: Sequence[int]) -> Tensor:
+def _repeated(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return 0 as often as the first count says, 1 as often as the second, and so on."""
     numbers, repeats = torch.arange(len(counts), device="cpu"), torch.tensor(counts, device="cpu")
-    return numbers.repeat_interleave(repeats, output_size=sum(counts))
+    return numbers.repeat_interleave(repeats, output_size=sum(counts)).to(device)

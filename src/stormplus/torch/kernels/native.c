@@ -33,7 +33,8 @@ typedef enum { F32, F64, BF16, F16 } Dtype; /* in the order of native.py */
 typedef struct {
     int64_t size;
     void *param, *grad, *estimator, *z_minus_x, *grad_rms, *initial_sample, *master;
-    int64_t stride, offset; /* of the sampled coordinates */
+    int64_t samples; /* how many coordinates are sampled, which, and where they are in the sample */
+    const int64_t *index, *in_whole;
 } Tensor;
 
 /* Of one tensor; the fields of `UntunedCoefficients` in plain.py. */
@@ -114,15 +115,27 @@ INLINE uint32_t mix_bits(uint32_t n) {
 }
 
 /* Stores, to bfloat16 as `stochastic_round` in plain.py. */
-INLINE void store_state(void *data, int64_t i, double value, Dtype dtype, int64_t place,
-                        uint32_t key) {
+INLINE void store_state(void *data, int64_t i, double value, Dtype dtype, uint32_t key) {
     if (dtype != BF16) {
         store(data, i, value, dtype);
         return;
     }
-    uint32_t random_bits = mix_bits(mix_bits((uint32_t)place) ^ key) & 0xFFFF;
+    uint32_t random_bits = mix_bits(mix_bits((uint32_t)i) ^ key) & 0xFFFF;
     uint32_t rounded = (to_bits((float)value) + random_bits) >> 16;
     ((uint16_t *)data)[i] = (uint16_t)(value != value ? 0x7FC0 : rounded);
+}
+
+/* Returns which of the sampled coordinates, in ascending order, is the first at `place` or after. */
+static int64_t first_sample(const Tensor *t, int64_t place) {
+    int64_t low = 0, high = t->samples;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        if (t->index[middle] < place)
+            low = middle + 1;
+        else
+            high = middle;
+    }
+    return low;
 }
 
 /* -- looking for NaN and infinity ---------------------------------------------------------------- */
@@ -311,27 +324,25 @@ INLINE WIDE NAME(update)(const Tensor t, const Coefficients k, int64_t start, in
         y += m_weight * m - (WIDE)(1 - B) * e;
         store(t.param, i, y, dtype);
         if (has_master) master[i] = y;
-        store_state(t.z_minus_x, i, one_minus_c * m, state, t.offset + i, key_e);
-        store_state(t.grad_rms, i, s, state, t.offset + i, key_s);
+        store_state(t.z_minus_x, i, one_minus_c * m, state, key_e);
+        store_state(t.grad_rms, i, s, state, key_s);
         u_sq += u * u;
     }
     return u_sq;
 }
 
 /* Returns the sum of (z - z_1)^2 over the sampled elements of a chunk. */
-INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, int64_t stride, Dtype state,
-                            Dtype dtype) {
-    const int64_t first = (t.offset + chunk->start + stride - 1) / stride;
-    const int64_t end = (t.offset + chunk->stop + stride - 1) / stride;
+INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, Dtype state, Dtype dtype) {
+    const int64_t first = first_sample(&t, chunk->start), end = first_sample(&t, chunk->stop);
     const WIDE *z_1 = t.initial_sample, *master = t.master;
     double moved_sq = 0;
 #pragma omp simd reduction(+ : moved_sq)
     for (int64_t k = first; k < end; k++) {
-        int64_t i = k * stride - t.offset;
+        int64_t i = t.index[k];
         WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
         /* A half-precision y can be infinite where its master is not. */
         if (dtype == BF16 || dtype == F16) y = master[i] + 0 * y;
-        double moved = (double)(y + (WIDE)B * e - z_1[k]);
+        double moved = (double)(y + (WIDE)B * e - z_1[t.in_whole[k]]);
         moved_sq += moved * moved;
     }
     return moved_sq;
@@ -345,10 +356,7 @@ INLINE void NAME(untuned_chunk)(const Arguments *args, Chunk *chunk, int decays,
         int64_t stop = MIN(start + PORTION, chunk->stop);
         chunk->sums[0] += NAME(update)(t, k, start, stop, decays, state, dtype);
     }
-    if (t.stride == 1) /* as a constant it is faster */
-        chunk->sums[1] = NAME(measure)(t, chunk, 1, state, dtype);
-    else if (t.stride > 1)
-        chunk->sums[1] = NAME(measure)(t, chunk, t.stride, state, dtype);
+    chunk->sums[1] = NAME(measure)(t, chunk, state, dtype);
 }
 
 INLINE void NAME(untuned_loop)(const Arguments *args, Chunk *chunk, int decays, Dtype dtype) {

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from stormplus.torch._tensors import Number, Numbers, TensorGroup, wide_dtype
-from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.versions import version_increment
 
@@ -95,12 +94,8 @@ def untuned_step(
     rows = np.array(coefficients, np.float64).tobytes("F")  # those of a tensor are adjacent
     state_dtype = _DTYPES[group.z_minus_x[0].dtype]
     sums = _run("untuned_step", group, coefficients=rows, state_dtype=state_dtype)
-    per_tensor: Numbers = np.frombuffer(sums).reshape(-1, 2).T
     _increment_version(group.params)  # autograd has not seen the writes
-    for i, x in enumerate(group.params):
-        # native.c measures in the order of memory; the coordinates are in row-major order.
-        if not x.is_contiguous() and group.coordinates[i].stride:
-            per_tensor[1, i] = plain.squared_displacement(group, i)
+    per_tensor: Numbers = np.frombuffer(sums).reshape(-1, 2).T
     return per_tensor
 
 
@@ -129,11 +124,12 @@ def _table(group: TensorGroup) -> bytes:
     rows: list[int] = []
     if group.estimators:
         for x, g, d in zip(group.params, group.grads, group.estimators):
-            rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0)
+            rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
     else:
         lists = group.z_minus_x, group.grad_rms, group.initial_sample, group.coordinates
         masters = group.masters or group.params  # which are not used
         for x, g, y, e, s, z_1, sampled in zip(group.params, group.grads, masters, *lists):
             rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
-            rows += (z_1.data_ptr(), y.data_ptr(), sampled.stride, sampled.offset)
+            rows += (z_1.data_ptr(), y.data_ptr(), sampled.count_here)
+            rows += (sampled.index.data_ptr(), sampled.in_whole.data_ptr())
     return struct.pack(f"{len(rows)}q", *rows)

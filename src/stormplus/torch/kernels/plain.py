@@ -18,7 +18,6 @@ Every pass takes `skip`: None, or a flag on the device. If it is set, the pass c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from functools import reduce
 from typing import Any, NamedTuple
@@ -26,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from stormplus.torch._sharding import is_dense
 from stormplus.torch._tensors import Number, Numbers, TensorGroup, accumulator_dtype
 from stormplus.untuned_rule import INTERPOLATION
 
@@ -108,14 +106,11 @@ class UntunedCoefficients(NamedTuple):
     step: Numbers  # t; with the place of an element it seeds stochastic rounding
 
     def of(self, indices: Any, device: torch.device) -> UntunedCoefficients:
-        """Select some tensors: as arrays on the CPU, as tensors on a device."""
+        """Select some tensors, and bring their coefficients to where they are."""
         rows = [row[indices] for row in self]
-        on_host = device.type == "cpu" and not torch.compiler.is_compiling()
-        if isinstance(self.step, Tensor):
-            rows = [row.to(device, non_blocking=True) for row in rows]
-            rows = [row.numpy() for row in rows] if on_host else rows
-        elif not on_host:
-            rows = [torch.from_numpy(row).to(device) for row in rows]
+        on_cpu = device.type == "cpu"  # which could read too early, if it did not wait
+        if isinstance(self.step, Tensor) or not on_cpu:
+            rows = [torch.as_tensor(row).to(device, non_blocking=not on_cpu) for row in rows]
         return UntunedCoefficients(*rows)
 
 
@@ -124,7 +119,7 @@ def untuned_step(
 ) -> tuple[Numbers, Numbers]:
     """Take a step, and return the sums of u^2 and of (z - z_1)^2, per tensor.
 
-    The second is over sampled coordinates; those without a stride are not measured here.
+    The second is over the sampled coordinates that are here.
     """
     sums, rows = [], [c if isinstance(c, Tensor) else c.tolist() for c in coefficients]
     for i, (x, g) in enumerate(zip(group.params, group.grads)):
@@ -133,15 +128,12 @@ def untuned_step(
         of_tensor = UntunedCoefficients(*(row[i] for row in rows))
         y, e, s, u = untuned_update(full_precision(x, master), g, old_e, old_s, of_tensor)
         if old_e.dtype != y.dtype:
-            place = torch.arange(x.numel(), device=x.device).as_strided(x.shape, dense_strides(x))
-            place = (place + group.coordinates[i].offset) & 0xFFFFFFFF
+            place = torch.arange(x.numel(), device=x.device).view(x.shape)
             e, s = stochastic_round(torch.stack([e, s]), of_tensor.step, place)
         _write((x, old_e, old_s), (y, e, s), skip)  # half-precision x is rounded once, at the end
         if master is not None:
             _write((master,), (y,), skip)
-        u_sq = square_norm(u)
-        measured = group.coordinates[i].stride > 0
-        sums.append((u_sq, squared_displacement(group, i) if measured else 0 * u_sq))
+        sums.append((square_norm(u), squared_displacement(group, i)))
     u_sq, moved_sq = map(torch.stack, zip(*sums))
     return u_sq, moved_sq
 
@@ -164,10 +156,10 @@ def untuned_update(
 
 def squared_displacement(group: TensorGroup, i: int) -> Tensor:
     """Return |z - z_1|^2 over the sampled coordinates of a tensor."""
-    coordinates = group.coordinates[i]
-    x, e = coordinates.of(group.params[i]), coordinates.of(group.z_minus_x[i])
-    y = full_precision(x, coordinates.of(group.masters[i]) if group.masters else None)
-    z_1 = coordinates.part(group.initial_sample[i], len(x))
+    sampled = group.coordinates[i]
+    lists = [group.params, group.z_minus_x, *([group.masters] if group.masters else [])]
+    x, e, *master = (tensors[i].reshape(-1)[sampled.index] for tensors in lists)
+    y, z_1 = full_precision(x, *master), group.initial_sample[i][sampled.in_whole]
     return square_norm(y + INTERPOLATION * e.to(y.dtype) - z_1)
 
 
@@ -207,8 +199,8 @@ def square_norm(t: Tensor) -> Tensor:
 def stochastic_round(buffers: Tensor, t: Number, place: Tensor) -> Tensor:
     """Round two stacked buffers to bfloat16, with probabilities that make the mean exact.
 
-    The random bits are a hash of the step t, the buffer and the element's place in the whole
-    tensor, modulo 2^32: a resumed or resharded run continues as it would have.
+    The random bits are a hash of the step t, the buffer and the element's place in memory: a
+    resumed run continues as it would have.
     """
     which = torch.arange(2, device=place.device).reshape(2, *[1] * place.ndim)
     key = mix_bits(2 * (t.to(torch.int64) if isinstance(t, Tensor) else int(t)) + which)
@@ -226,29 +218,15 @@ def mix_bits(n: Tensor) -> Tensor:
     return n ^ (n >> 15)
 
 
-def dense_strides(x: Tensor) -> tuple[int, ...]:
-    """Return the strides of x, or row-major ones if its elements do not fill a range of memory."""
-    if is_dense(x) and not x.is_contiguous():
-        return x.stride()
-    return row_major_strides(x.shape)
-
-
-def row_major_strides(shape: Sequence[int]) -> tuple[int, ...]:
-    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
-
-
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | None) -> None:
     for target, value in zip(targets, values):
         target.copy_(value if skip is None else torch.where(skip, target, value.to(target.dtype)))
 
 
 def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Yield views of bounded size on a CPU; elsewhere the tensors themselves."""
-    first = tensors[0]
-    if first.numel() <= _CHUNK or first.device.type != "cpu":
-        yield tensors
-    elif all(t.is_contiguous() for t in tensors):
+    """Yield views of bounded size on a CPU; elsewhere, or with gaps, the tensors themselves."""
+    on_cpu, size = tensors[0].device.type == "cpu", tensors[0].numel()
+    if on_cpu and size > _CHUNK and all(t.is_contiguous() for t in tensors):
         yield from zip(*(t.view(-1).split(_CHUNK) for t in tensors))
     else:
-        rows = max(1, _CHUNK * first.shape[0] // first.numel())
-        yield from zip(*(t.split(rows) for t in tensors))
+        yield tensors

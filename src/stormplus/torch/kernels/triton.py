@@ -42,10 +42,10 @@ def supports(x: Tensor, grad: Tensor, *state: Tensor) -> bool:
 
 def any_nonfinite(group: TensorGroup) -> Any:
     """See plain.py."""
-    found = torch.zeros((), dtype=torch.bool, device=group.device)
+    found = torch.zeros((), dtype=torch.uint8, device=group.device)  # Triton 3.0 stores no bool
     tables = _tables(g=group.grads)
     _launch("nonfinite_kernel", len(tables["chunks"]), **tables, found=found)
-    return found
+    return found.view(torch.bool)
 
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
@@ -80,12 +80,9 @@ def untuned_step(
         s=group.grad_rms,
         master=group.masters or params,
         z_1=group.initial_sample,
-        sizes=[x.numel() for x in params],
-        strides=[sampled.stride for sampled in group.coordinates],
-        offsets=[sampled.offset for sampled in group.coordinates],
-        # Of tensors in channels_last.
-        channels=[1 if x.is_contiguous() else x.shape[1] for x in params],
-        pixels=[1 if x.is_contiguous() else x.shape[2:].numel() for x in params],
+        index=[sampled.index for sampled in group.coordinates],
+        in_whole=[sampled.in_whole for sampled in group.coordinates],
+        counts=[sampled.count_here for sampled in group.coordinates],
     )
     chunk_u_sq = _empty_sums(group, len(tables["chunks"]))
     u_sq, moved_sq = _empty_sums(group, 2, len(params)).unbind()

@@ -97,7 +97,7 @@ def nonfinite_kernel(g_table, aligned, chunks, found, g_like, BLOCK: tl.constexp
             at = block + tl.arange(0, BLOCK)
             gradient = tl.load(g + at, at < stop if PARTIAL else None).to(tl.float32)
             nonfinite |= ((at < stop) & ~(tl.abs(gradient) < float("inf"))).to(tl.int32)
-    tl.store(found, True, tl.max(nonfinite, 0) != 0)
+    tl.store(found, 1, tl.max(nonfinite, 0) != 0)
 
 
 @triton.jit
@@ -155,7 +155,7 @@ def estimate_kernel(
 
 @triton.jit
 def untuned_kernel(
-    x_table, g_table, e_table, s_table, master_table, aligned, offsets, chunks, alpha,
+    x_table, g_table, e_table, s_table, master_table, aligned, chunks, alpha,
     max_move, decay, grad_weight, average_weight, grad_factor, step, skip, chunk_u_sq, x_like,
     g_like, e_like, s_like, master_like,
     HAS_MASTER: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
@@ -169,7 +169,6 @@ def untuned_kernel(
     one_minus_c, m_weight = (1 - c).to(tl.float32), (c + (1 - B) * (1 - c)).to(tl.float32)
     twice_t = 2 * tl.load(step + i).to(tl.int64)
     key_e, key_s = _mix_bits(twice_t.to(tl.uint32)), _mix_bits((twice_t + 1).to(tl.uint32))
-    offset = tl.load(offsets + i)
     u_sq = tl.zeros((BLOCK,), chunk_u_sq.dtype.element_ty)
     for PARTIAL in tl.static_range(2):
         x, g = _pointer(x_table + i, x_like, PARTIAL), _pointer(g_table + i, g_like, PARTIAL)
@@ -190,7 +189,7 @@ def untuned_kernel(
             y += m_weight * m - (1 - B) * old_e
             new_e = one_minus_c * m
             if e.dtype.element_ty == tl.bfloat16:  # stochastic rounding
-                place = _mix_bits((offset + at).to(tl.uint32))
+                place = _mix_bits(at.to(tl.uint32))
                 new_e = _to_bfloat16(new_e, _mix_bits(place ^ key_e) & 0xFFFF)
                 new_s = _to_bfloat16(new_s, _mix_bits(place ^ key_s) & 0xFFFF)
             tl.store(x + at, _round(y, x.dtype.element_ty), mask)
@@ -203,8 +202,8 @@ def untuned_kernel(
 
 @triton.jit
 def measure_kernel(
-    x_table, e_table, master_table, z_1_table, sizes, strides, offsets, channels, pixels,
-    first_chunks, chunk_u_sq, u_sq, moved_sq, x_like, e_like, master_like, z_1_like,
+    x_table, e_table, master_table, z_1_table, index_table, in_whole_table, counts, first_chunks,
+    chunk_u_sq, u_sq, moved_sq, x_like, e_like, master_like, z_1_like, index_like, in_whole_like,
     HAS_MASTER: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum u^2 over the chunks of a tensor, and (z - z_1)^2 over its sample."""
@@ -219,16 +218,14 @@ def measure_kernel(
     x, e = _pointer(x_table + i, x_like, True), _pointer(e_table + i, e_like, True)
     master = _pointer(master_table + i, master_like, True)
     z_1 = _pointer(z_1_table + i, z_1_like, True)
-    size, stride, offset = tl.load(sizes + i), tl.load(strides + i), tl.load(offsets + i)
-    C, HW = tl.load(channels + i), tl.load(pixels + i)
-    size, stride = tl.where(stride == 0, 0, size), tl.maximum(stride, 1)
-    stop = (offset + size + stride - 1) // stride
+    index = _pointer(index_table + i, index_like, True)
+    in_whole = _pointer(in_whole_table + i, in_whole_like, True)
+    stop = tl.load(counts + i)
     sums = tl.zeros((BLOCK,), moved_sq.dtype.element_ty)
-    for block in range((offset + stride - 1) // stride, stop, BLOCK):
-        place = block + tl.arange(0, BLOCK)  # in the sample of the whole tensor
-        mask = place < stop
-        index = place * stride - offset  # row-major
-        at = index // (C * HW) * (C * HW) + index % HW * C + index // HW % C  # in memory
+    for block in range(0, stop, BLOCK):
+        k = block + tl.arange(0, BLOCK)
+        mask = k < stop
+        at, place = tl.load(index + k, mask, 0), tl.load(in_whole + k, mask, 0)
         y = _load_y(x, master, at, mask, HAS_MASTER)
         z = y + B * tl.load(e + at, mask).to(tl.float32)
         sums = _add_squares(sums, z - tl.load(z_1 + place, mask), mask)
