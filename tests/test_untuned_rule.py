@@ -114,7 +114,7 @@ def test_the_decay_by_hand(library):
     rates, alpha = [0.1, 0.1, 1e9, 0, 1e30], [0.02, 0.08, 0.02, 0.02, 1]
     ceiling = [0.5, 2, 0.5, 0.5, 1e-20]
     arrays = map(library.array, (rates, alpha, [0.5] * 5, ceiling))
-    found = library.call(rule.decay_factor, *arrays)
+    found = library.call(rule.decay_fraction, *arrays)
     np.testing.assert_allclose(found, [0.002, 0.002, 1, 0, 1], rtol=1e-15)
 
 
@@ -244,7 +244,7 @@ def test_a_nan_is_kept(library):
     for ceiling in (math.nan, 1.0):
         state = library.scalars(distance=math.nan, ceiling=ceiling)
         assert np.isnan(library.call(rule.next_step_size, state))
-    assert np.isnan(library.call(rule.decay_factor, library.array([0.1]), nan, half, half))
+    assert np.isnan(library.call(rule.decay_fraction, library.array([0.1]), nan, half, half))
     found = library.after(displacement=[math.nan, 0.5], alpha=0.01)
     assert np.isnan(found.distance).tolist() == [True, False]
     assert np.isfinite(found.evidence).all()

@@ -15,7 +15,7 @@ from stormplus_bench.profiles import performance_profile
 
 
 def number(value: float, digits: int = 3) -> str:
-    """Three digits; empty for nan."""
+    """Return a number with so many significant digits; empty for nan."""
     if np.isnan(value):
         return ""
     if np.isinf(value):

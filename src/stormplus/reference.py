@@ -1,7 +1,7 @@
 """`minimize`: Algorithm 1 in NumPy float64, to be read beside the paper.
 
-Every other backend is tested against it, so it is slow and obvious: it keeps the previous iterate
-and evaluates both gradients where the paper does. It shares only the scalar rules with them.
+It is slow and obvious: it keeps the previous iterate and evaluates both gradients where the paper
+does. JAX is tested against it; torch against tests/support/oracle.py, which shares no code.
 """
 
 from __future__ import annotations

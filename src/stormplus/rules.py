@@ -138,7 +138,7 @@ class SimplifiedStormPlusRule:
 
 @dataclass(frozen=True)
 class StormRule:
-    """STORM (Cutkosky & Orabona 2019), in the form of the paper's Eq. (stormChoices).
+    """STORM (Cutkosky & Orabona 2019), in the form of the paper's section "Method".
 
     `lr` enters no rule, while theta enters the gain as theta^2. With the default constants the gain
     is (0.1 + sum |g_i|^2)^(-2/3): that of STORM+ with 0.1 in place of 1.
@@ -167,8 +167,8 @@ class StormRule:
 
     def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq = sums.sum_g_sq.plus(g_sq)
-        eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)  # Eq. (stormChoices), left
-        a = self.c * self.smoothness**2 * eta**2  # Eq. (stormChoices), right
+        eta = self.theta / (self.w + sum_g_sq.total) ** (1 / 3)
+        a = self.c * self.smoothness**2 * eta**2
         # Beyond the paper: never above 1, which Theorem 1 of Cutkosky & Orabona ensures by its w.
         a = a * (a <= 1) + (a > 1)  # min(1, a), for numbers and arrays of any framework
         sum_d_sq_over_a = sums.sum_d_sq_over_a.plus(d_sq / a)  # enters no formula; reported

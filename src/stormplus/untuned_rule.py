@@ -36,7 +36,7 @@ class UntunedScalars(NamedTuple):
 
     Attributes:
         step: How many gradients the tensor has had.
-        step_size: eta of the last step, in units of s.
+        step_size: eta of the last step: how far a coordinate with |g| = s moves.
         distance: r of the next step.
         ceiling: R, the tensor's scale. r exceeds it only while the steps agree.
         effective_steps: The steps so far, each counted as the part of the tensor that it moved.
@@ -143,7 +143,7 @@ def average_weight(t: Array) -> Array:
     return 9.0 / (t + 8.0)
 
 
-def decay_factor(
+def decay_fraction(
     weight_decay: Array, alpha: Array, natural: Array, ceiling: Array, xp: Library
 ) -> Array:
     """Return the fraction that weight decay removes from a tensor in a step of size alpha.

@@ -44,8 +44,8 @@ class UntunedCallback(AverageCallback, Callback):
             raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
         if self._recalibrate_batches and not pl_module.automatic_optimization:
             raise ValueError(
-                "recalibrate_batches would step with manual optimization: leave it out, and call "
-                "stormplus.recalibrate in on_validation_start"
+                "with manual optimization, recalibrate_batches would call training_step, which "
+                "steps: leave it out, and call stormplus.recalibrate in on_validation_start"
             )
         for config in trainer.lr_scheduler_configs:
             by_step = config.interval == "step"

@@ -61,7 +61,7 @@ class Replay:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
         self._micro_batches: list[Callable[[bool], Any]] = []
         self._sample: same_sample | None = None
-        self._stepped = False
+        self._first_done = False
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._pass_closure)
         managed.add(opt)
@@ -87,11 +87,11 @@ class Replay:
 
     def finish(self) -> None:
         """End the sample, after the trainer has stepped, has skipped an overflow or has failed."""
-        sample, stepped = self._sample, self._stepped
-        self._sample, self._stepped, self._micro_batches = None, False, []
+        sample, first_done = self._sample, self._first_done
+        self._sample, self._first_done, self._micro_batches = None, False, []
         if sample is None:
             return
-        if not stepped or self.opt.pending:
+        if not first_done or self.opt.pending:
             sample.restore()  # the sample does not count
         sample.__exit__(None, None, None)
         _record_versions(self.opt)
@@ -108,7 +108,7 @@ class Replay:
         evaluate = kwargs.get("closure") or next(iter(args[1:]), None)
 
         def closure() -> Any:
-            return self._second() if self._stepped else self._first(evaluate)
+            return self._second() if self._first_done else self._first(evaluate)
 
         return (opt,), {"closure": closure}
 
@@ -118,7 +118,7 @@ class Replay:
             raise RuntimeError(
                 "step() was called, but no training step has been evaluated since the last one"
             )
-        self._stepped = True
+        self._first_done = True
         return loss
 
     def _second(self) -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from stormplus.torch import Untuned, recalibrate
 from stormplus.trainers import managed
 
-SMALL_LR = 0.05
+DECAYED_LR = 0.05
 # Whether to warn if the lr of an optimizer becomes small: not in a warm-up, and only once.
 _warns_of_decay: WeakKeyDictionary[Untuned, bool] = WeakKeyDictionary()
 
@@ -72,7 +72,7 @@ class Average:
                 )
                 opt.reset()
             opt.train()
-            if max(_lrs(opt)) >= SMALL_LR:
+            if max(_lrs(opt)) >= DECAYED_LR:
                 _warns_of_decay.setdefault(opt, True)
 
     @contextmanager
@@ -189,7 +189,7 @@ def ignore_lr(lr: Any) -> None:
 
 def warn_of_decay(opt: Untuned, lrs: list[float]) -> None:
     """Warn, once per optimizer, if its schedule has arrived or will end at these rates."""
-    if lrs and max(lrs) < SMALL_LR and _warns_of_decay.get(opt, True):
+    if lrs and max(lrs) < DECAYED_LR and _warns_of_decay.get(opt, True):
         _warns_of_decay[opt] = False
         warnings.warn(
             f"the learning-rate schedule decays to zero ({max(lrs):g}) and multiplies the steps of "

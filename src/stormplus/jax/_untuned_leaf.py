@@ -29,7 +29,7 @@ class UntunedCoefficients(NamedTuple):
     The first three have one entry per leaf, and after `of_each_leaf` they are numbers too.
     """
 
-    alpha: jax.Array  # the factor times eta: the step in units of s
+    alpha: jax.Array  # the factor times eta: how far a coordinate with |g| = s moves
     max_move: jax.Array  # the largest change of one coordinate
     decay: jax.Array | None  # the fraction of z that weight decay removes; None without it
     grad_weight: jax.Array  # w, the weight of g^2 in s^2

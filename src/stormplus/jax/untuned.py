@@ -6,7 +6,7 @@
 | `e`          | z - x, the fast iterate minus the average                                   |
 | `s`, `u`     | the root mean square of a coordinate's gradients, and g / s                 |
 | `w`, `c`     | the weight of g^2 in s^2, and of z in the average                           |
-| `eta`        | the step size in units of s; with the factor of the leaf, `alpha`           |
+| `eta`        | how far a coordinate with |g| = s moves; with the leaf's factor, `alpha`     |
 | `b`          | `INTERPOLATION`: y = (1 - b) z + b x                                        |
 
 Neither z nor x is stored: z = y + b e and x = y - (1 - b) e.
@@ -138,8 +138,6 @@ def untuned(
     float32 copy of leaves in half precision. A gradient that is not finite only increments
     `skipped`.
 
-    There is no learning rate.
-
     Args:
         weight_decay: Decoupled: each step multiplies the weights by 1 - weight_decay * step size;
             leaves that start above their natural scale decay less. A number, or a tree of numbers
@@ -185,7 +183,7 @@ def untuned(
         if decays:
             rate = _per_leaf("weight_decay", weight_decay, layout, params, state.step)
             natural = _natural_scales(layout)
-            decay = untuned_rule.decay_factor(rate, alpha, natural, scalars.ceiling, jnp)
+            decay = untuned_rule.decay_fraction(rate, alpha, natural, scalars.ceiling, jnp)
         t = state.step.astype(eta.dtype) + 1
         coefficients = UntunedCoefficients(
             alpha=alpha,

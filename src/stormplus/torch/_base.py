@@ -73,7 +73,7 @@ class BaseOptimizer(Optimizer, ABC):
         """Return what a saved state is bound to, by the names that the user knows."""
 
     @abstractmethod
-    def _initial_scalars(self) -> State:
+    def _initial_flags(self) -> State:
         """Return the integers and bytes in `scalars` before the first step."""
 
     @abstractmethod
@@ -197,7 +197,7 @@ class BaseOptimizer(Optimizer, ABC):
         if not self._shared_state:
             identity = _checkpoint.encode(self._identity())
             self._shared_state = {"format": _checkpoint.FORMAT, "identity": identity}
-            self._shared_state |= self._initial_scalars()
+            self._shared_state |= self._initial_flags()
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
@@ -205,7 +205,7 @@ class BaseOptimizer(Optimizer, ABC):
                 info.state.setdefault("started", 0)
                 self._infos.append(info)
         self._known_ids = self._ids()
-        self._find_idle()
+        self._split_active()
         # In the same order on every rank.
         self._mesh_groups = list(dict.fromkeys(g for p in params for g in mesh_groups(p)))
         shard_groups = (g for info in self._infos for g in info.process_groups)
@@ -219,8 +219,8 @@ class BaseOptimizer(Optimizer, ABC):
         """Return what changes if groups or parameters are added, removed or replaced."""
         return [id(x) for group in self.param_groups for x in (group, *group["params"])]
 
-    def _find_idle(self) -> None:
-        """Split parameters into active ones and frozen ones that never had a gradient."""
+    def _split_active(self) -> None:
+        """Split parameters into active ones and frozen ones without buffers."""
         used = [info.p.requires_grad or info.state["started"] for info in self._infos]
         self._active = [info for info, is_used in zip(self._infos, used) if is_used]
         self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
@@ -293,7 +293,7 @@ class BaseOptimizer(Optimizer, ABC):
             for info in frozen:
                 self._release(info)
                 self._tensor_table.reset(info.index)
-            self._find_idle()
+            self._split_active()
         groups: dict[Any, TensorGroup] = {}
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         for info in self._active:

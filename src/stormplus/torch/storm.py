@@ -170,7 +170,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if skip is not None:
             self._shared_table.rows["skip"].copy_(skip)  # `estimate` skips the same sample
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        scalars = self._scalars()
+        scalars = self._read_shared()
         eta = scalars["step_size"]
         eta_over_unit = eta / self._nonzero_unit(scalars["unit"])  # beyond the paper: the unit
         for group in groups:  # Alg. 1, line 4, and the bracket of line 6
@@ -194,7 +194,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._notify("before_estimate")
         phase, groups = self._shared_state["phase"], self._tensor_groups()
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        scalars, on_host, skip = self._scalars(), self._shared_table.on_host, None
+        scalars, on_host, skip = self._read_shared(), self._shared_table.on_host, None
         one_minus_a = 1 - scalars["gain"]
         if self._check_finite and not on_host:
             skip = (scalars["skip"] > 0) & (phase == PENDING)
@@ -249,7 +249,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             )
         return groups
 
-    def _scalars(self) -> State:
+    def _read_shared(self) -> State:
         """Return the numbers of the run by name: floats on the CPU, tensors elsewhere."""
         table = self._shared_table
         (column,) = table.tensor.unbind(1)
@@ -367,7 +367,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         rule = getattr(self, "rule", None)  # `describe` rejects None: a subclass has a rule
         return describe(rule) | {"unit": self._unit}
 
-    def _initial_scalars(self) -> State:
+    def _initial_flags(self) -> State:
         # The distributed checkpoint loads only what exists already, so the random streams of a
         # pending sample have their place from the start.
         rng = torch.zeros_like(self.random_streams().pack())

@@ -199,7 +199,7 @@ class Untuned(AveragedOptimizer):
         if options.decays:  # else it is zero
             table = self._tensor_table
             natural = table.rows["natural_scale"]
-            decay = rule.decay_factor(decay, alpha, natural, scalars.ceiling, table.xp)
+            decay = rule.decay_fraction(decay, alpha, natural, scalars.ceiling, table.xp)
         return UntunedCoefficients(
             alpha=alpha,
             max_move=options.lr * scalars.distance,
@@ -212,7 +212,7 @@ class Untuned(AveragedOptimizer):
 
     def _run_passes(
         self, groups: list[TensorGroup], coefficients: UntunedCoefficients, skip: Tensor | None
-    ) -> Numbers:
+    ) -> tuple[Numbers, Numbers]:
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._tensor_table, []
         for group in groups:
@@ -225,7 +225,8 @@ class Untuned(AveragedOptimizer):
             if mask is not None or not table.on_host:
                 sums = table.scatter(sums, group.indices)
             parts.append((group.process_groups, sums))
-        return self._total(parts)
+        u_sq, moved_sq = self._total(parts)
+        return u_sq, moved_sq
 
     def _skip_flag(self, groups: list[TensorGroup]) -> tuple[Tensor | None, Any]:
         """Return whether to skip the step (None: no), and the factor by which gradients are scaled.
@@ -242,8 +243,12 @@ class Untuned(AveragedOptimizer):
             return (found_inf if bool(found_inf) else None), scale
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
 
-    def _check_parameters(self, numbers: Numbers, present: Any, skip: Any) -> Tensor | None:
+    def _check_parameters(
+        self, numbers: Numbers, present: Any, skip: Tensor | None
+    ) -> Tensor | None:
         """Raise, or on a device add to the flag, if a displacement plus step size is not finite."""
+        if not self._check_finite:
+            return skip
         if not self._tensor_table.on_host:
             if skip is None:
                 return None
@@ -295,7 +300,7 @@ class Untuned(AveragedOptimizer):
     def _identity(self) -> dict[str, Any]:
         return {"rule": "Untuned", "state_dtype": str(self._state_dtype)}
 
-    def _initial_scalars(self) -> State:
+    def _initial_flags(self) -> State:
         return {"averaged": 0}
 
     def _check_options(self, group: dict[str, Any], *, added: bool) -> None:

@@ -4,7 +4,7 @@ A pair of gradients takes two passes. Between them d holds the bracket of Algori
 so that no previous iterate is stored.
 
 `Untuned` keeps neither its fast iterate z nor the average x, only the parameters
-y = (1 - b) z + b x, and e = z - x. With m = e - move:
+y = (1 - b) z + b x, and e = z - x. With m = e - move, where a move includes the decay of z:
 
     z <- z - move                       e <- (1 - c) m
     x <- x + c (z - x)       becomes    y <- y + (c + (1 - b)(1 - c)) m - (1 - b) e
@@ -38,7 +38,7 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
-    """Move the parameters by -alpha d, with alpha = lr eta, and subtract g~ from d."""
+    """Move the parameters by -alpha d, with alpha = lr eta / unit, and subtract g~ from d."""
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
             g_tilde = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
@@ -97,7 +97,7 @@ class UntunedCoefficients(NamedTuple):
     and m_weight = c + (1 - b)(1 - c), the weight of m in the new y.
     """
 
-    alpha: Numbers  # lr eta, the step in units of s
+    alpha: Numbers  # lr eta: how far a coordinate with |g| = s moves
     max_move: Numbers  # the largest change of one coordinate
     decay: Numbers  # the fraction of z that weight decay removes
     grad_weight: Numbers  # w, the weight of g^2 in s^2
@@ -212,7 +212,7 @@ def stochastic_round(buffers: Tensor, t: Number, place: Tensor) -> Tensor:
 
 
 def mix_bits(n: Tensor) -> Tensor:
-    """Hash 32 bits in int64; native.c and triton.py have the same function."""
+    """Hash 32 bits in int64; native.c, triton_kernels.py and JAX have the same function."""
     n = ((n ^ (n >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     n = ((n ^ (n >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return n ^ (n >> 15)
