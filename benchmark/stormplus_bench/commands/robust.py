@@ -47,7 +47,7 @@ def robust(output: str, only: tuple[str, ...], listing: bool) -> None:
     """Train models that have broken an optimizer with Untuned and Adam, one line per case.
 
     A case is passed if the final value is finite, at most chance, and behind Adam's by at most a
-    tenth of Adam's decrease. In the two cases without a task, the value is the distance of the
+    tenth of Adam's decrease. In cases without a task, the value is the distance of the
     weights from their start relative to their norm, and `chance` is its bound.
     """
     names = [name for name in CASES if not only or any(text in name for text in only)]
