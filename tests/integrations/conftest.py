@@ -13,7 +13,6 @@ THEIRS = [  # warnings of the trainers' own
     "ignore:__array__ implementation:DeprecationWarning",  # Keras's: NumPy 1's way to an array
     "ignore:mtime may not be reliable:UserWarning",  # transformers's, of quick checkpoints
     "ignore:numpy.core is deprecated:DeprecationWarning",  # fastai's, from learn.load
-    "ignore:.*finalize object:pytest.PytestUnraisableExceptionWarning",  # lr_find's folder
 ]
 
 

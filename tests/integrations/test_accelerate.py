@@ -10,17 +10,8 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate_cases import closure_for
-from trainer_cases import (
-    ROWS,
-    Run,
-    assert_same_runs,
-    data,
-    fit,
-    network,
-    plain_run,
-    snapshot,
-    warnings_with,
-)
+from trainer_asserts import assert_same_runs, warnings_with
+from trainer_cases import ROWS, Run, data, fit, network, plain_run, snapshot
 
 from stormplus import StormPlus, Untuned
 from stormplus.integrations.accelerate import prepare

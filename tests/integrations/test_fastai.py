@@ -9,7 +9,8 @@ pytest.importorskip("fastai")
 
 import trainer_cases
 from fastai_cases import Callback, Watch, again, fastai
-from trainer_cases import BATCHES, ROWS, Run, assert_same_states, plain_run, warnings_with
+from trainer_asserts import assert_same_states, warnings_with
+from trainer_cases import BATCHES, ROWS, Run, plain_run
 
 from stormplus import SimplifiedStormPlus, StormPlus, Untuned
 
@@ -21,6 +22,11 @@ TWICE_BUT_ONCE = 2 * BATCHES - 1
 
 def split(net):
     return [list(net.body[:2].parameters()), list(net.body[2:].parameters())]
+
+
+def test_the_loss_that_metrics_see_is_the_first_evaluations():
+    losses = plain().losses
+    assert fit().losses == [losses[0], *losses[1::2]]
 
 
 def test_the_papers_lr_is_the_default_and_fit_may_set_another():
@@ -55,7 +61,9 @@ def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(lr):
 
 
 @pytest.mark.parametrize("tool", [True, False], ids=["with callback", "without"])
-@pytest.mark.filterwarnings("ignore:learning rates and their schedules")
+@pytest.mark.filterwarnings(  # fastai leaves its temporary folder behind
+    "ignore:learning rates and their schedules", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_the_learning_rate_finder_is_refused(tmp_path, tool):
     with pytest.raises(RuntimeError, match="no learning rate to find"):
         fit(tmp_path, kind=Untuned, tool=tool, verb=lambda learn: learn.lr_find())

@@ -10,17 +10,8 @@ pytest.importorskip("transformers")
 
 import trainer_cases
 from huggingface_cases import Model, arguments, rows
-from trainer_cases import (
-    BATCHES,
-    SAMPLES,
-    assert_at_average,
-    assert_same_states,
-    data,
-    network,
-    snapshot,
-    untuned_run,
-    warnings_with,
-)
+from trainer_asserts import assert_at_average, assert_same_states, warnings_with
+from trainer_cases import BATCHES, SAMPLES, data, network, plain_run, snapshot, untuned_run
 from transformers import TrainerCallback
 
 from stormplus import StormPlus, Untuned
@@ -47,12 +38,14 @@ def test_resume_without_seeds(tmp_path, step, accumulate):
     assert rest.opt.diagnostics() == whole.opt.diagnostics()
 
 
-def test_the_log_has_the_diagnostics(tmp_path):
+def test_the_log_has_the_loss_and_the_diagnostics(tmp_path):
     run = fit(tmp_path, epochs=1, logging_strategy="steps", logging_steps=3)
     logged = [row for row in run.trainer.state.log_history if "loss" in row]
     assert [row["step"] for row in logged] == [3, 6]
     for name, value in run.opt.diagnostics().items():
         assert logged[-1][f"stormplus/{name}"] == value
+    losses = plain_run(epochs=1).losses  # the loss of a step is that of its first evaluation
+    assert logged[0]["loss"] == pytest.approx((losses[0] + sum(losses[1:5:2])) / 3, rel=1e-3)
 
 
 def trainer_for(folder, **options):

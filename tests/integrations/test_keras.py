@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,17 +25,8 @@ from keras_cases import (
     keras_network,
     plain_keras,
 )
-from trainer_cases import (
-    BATCHES,
-    ROWS,
-    SAMPLES,
-    Run,
-    assert_at_average,
-    assert_same_states,
-    data,
-    snapshot,
-    untuned_run,
-)
+from trainer_asserts import assert_at_average, assert_same_states
+from trainer_cases import BATCHES, ROWS, SAMPLES, Run, data, plain_run, snapshot, untuned_run
 
 from stormplus import Untuned, recalibrate
 
@@ -76,6 +68,13 @@ def test_random_numbers_without_a_seed_generator_are_replayed():
     assert len(pairs) == BATCHES - 1
     assert all(torch.equal(*pair) for pair in pairs)
     assert not torch.equal(pairs[0][0], pairs[1][0])
+
+
+def test_the_loss_reported_is_the_first_evaluations():
+    losses = plain_run(epochs=1, dtype=torch.float32).losses
+    firsts = np.array([losses[0], *losses[1::2]])
+    means = firsts.cumsum() / range(1, BATCHES + 1)  # Keras reports the mean of the epoch so far
+    np.testing.assert_allclose(fit(epochs=1).losses, means, rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["StormPlus", "Untuned"])

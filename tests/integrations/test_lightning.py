@@ -16,14 +16,12 @@ from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.tuner import Tuner
 from lightning_cases import QUIET, Manual, Module, Validated, half_plugin, loader, weights_of
 from torch.utils.data import DataLoader, TensorDataset
+from trainer_asserts import assert_at_average, assert_same_runs, assert_same_states
 from trainer_cases import (
     BATCHES,
     ROWS,
     Run,
     Settings,
-    assert_at_average,
-    assert_same_runs,
-    assert_same_states,
     data,
     loss_of,
     plain_run,
@@ -81,14 +79,15 @@ def test_logs_and_metrics_count_each_sample_once_with_its_own_size(accumulate):
     class Keeps(Module):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            if not self.optimizers(use_pl_optimizer=False).pending:  # the first evaluation
-                kept.append((loss.item(), len(batch[0])))
+            opt = self.optimizers(use_pl_optimizer=False)
+            if not opt.started or opt.pending:  # the evaluation that counts
+                run.losses.append((loss.item(), len(batch[0])))
             return loss
 
-    run, kept, short = Run(), [], TensorDataset(*(part[: -ROWS // 2] for part in data()))
+    run, short = Run(), TensorDataset(*(part[: -ROWS // 2] for part in data()))
     rows = DataLoader(short, batch_size=ROWS)
     fit(module=Keeps, accumulate=accumulate, epochs=1, loader=rows, run=run)
-    losses, sizes = zip(*kept)
+    losses, sizes = zip(*run.losses)
     assert len(losses) == BATCHES < len(run.module.losses)
     weighted = sum(map(operator.mul, losses, sizes)) / sum(sizes)
     for name, expected in (("loss_epoch", weighted), ("mean", sum(losses) / BATCHES)):
@@ -249,8 +248,14 @@ class OwnStep(Precision):
         ({"module": Manual, "plugins": [half_plugin(1024.0)]}, "16-mixed"),
         ({"plugins": [OwnStep()]}, "OwnStep does not pass the closure on"),
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, "average with EMA"),
-        ({"callbacks": [StochasticWeightAveraging(0.1)], "kind": Untuned}, "averages by itself"),
-        ({"module": Manual, "kind": Untuned, "recalibrate_batches": 2}, "manual optimization"),
+        (
+            {"callbacks": [StochasticWeightAveraging(0.1)], "kind": Untuned},
+            "Untuned averages by itself",
+        ),
+        (
+            {"module": Manual, "kind": Untuned, "recalibrate_batches": 2},
+            "steps with manual optimization",
+        ),
         ({"recalibrate_batches": -1}, "at least 0, got -1"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

@@ -14,17 +14,8 @@ from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.callbacks import Callback, Checkpoint, LoadInitState
 from skorch_cases import Net
-from trainer_cases import (
-    BATCHES,
-    SAMPLES,
-    assert_at_average,
-    assert_same_states,
-    data,
-    network,
-    plain_run,
-    snapshot,
-    untuned_run,
-)
+from trainer_asserts import assert_at_average, assert_same_states
+from trainer_cases import BATCHES, SAMPLES, data, network, plain_run, snapshot, untuned_run
 
 from stormplus import SimplifiedStormPlus, StormPlus, Untuned
 from stormplus.integrations.skorch import StormPlusNetMixin

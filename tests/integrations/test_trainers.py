@@ -8,6 +8,13 @@ import pytest
 import torch
 from pages import run_example
 from torch.optim import lr_scheduler
+from trainer_asserts import (
+    assert_at_average,
+    assert_same_runs,
+    assert_same_states,
+    hooks_left,
+    warnings_with,
+)
 from trainer_cases import (
     BATCHES,
     EPOCHS,
@@ -16,17 +23,12 @@ from trainer_cases import (
     SAMPLES,
     Run,
     adapter,
-    assert_at_average,
-    assert_same_runs,
-    assert_same_states,
     data,
     fit,
-    hooks_left,
     network,
     plain_run,
     snapshot,
     untuned_run,
-    warnings_with,
 )
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, recalibrate
@@ -132,15 +134,6 @@ def test_a_run_in_two_parts_is_the_whole_run(name, dtype, tmp_path, kind):
     whole = plain_run(kind=kind, dtype=dtype)
     assert_same_states(first.states + second.states, whole.states)
     assert second.opt.diagnostics() == whole.opt.diagnostics()
-
-
-@trainers("lightning", "huggingface", "fastai", "keras")
-def test_the_loss_that_is_reported_is_the_first_evaluations(name, dtype, tmp_path):
-    losses = plain_run(epochs=1, dtype=dtype).losses
-    every = {"huggingface": {"logging_strategy": "steps", "logging_steps": 1}}
-    run = fit(name, tmp_path, epochs=1, **every.get(name, {}))
-    close = 1e-3 if name == "huggingface" else 1e-5  # it rounds to four digits
-    assert run.losses == pytest.approx([losses[0], *losses[1::2]], rel=close)
 
 
 # -- Untuned -------------------------------------------------------------------------------------
@@ -321,7 +314,7 @@ def test_a_failed_second_evaluation_leaves_nothing_behind(name, tmp_path):
         assert not hooks_left(run.opt)
 
 
-@trainers("lightning", "huggingface", "fastai", "keras", "skorch")
+@KEEP_THEIR_OPTIMIZER
 def test_writing_to_the_weights_at_every_batch_is_refused(name, tmp_path):
     @torch.no_grad()
     def clip(net):

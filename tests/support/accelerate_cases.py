@@ -43,12 +43,8 @@ def train(s):
     loader = DataLoader(TensorDataset(*s.data()), batch_size=ROWS * s.accumulate // window)
     run.scheduler = LambdaLR(opt, s.schedule or (lambda step: 1.0))
     objects, extra = (net, opt, loader, run.scheduler), {}
-    options = {"recalibrate_batches": s.recalibrate_batches}
-    if s.tool and s.watch:  # in two calls
-        model, (opt, loader, scheduler) = (
-            prepare(accelerator, *part, **options) for part in (objects[:1], objects[1:])
-        )
-    elif s.tool:
+    if s.tool:
+        options = {"recalibrate_batches": s.recalibrate_batches}
         model, opt, loader, scheduler = prepare(accelerator, *objects, **options)
         extra = {"max_grad_norm": s.clip}
     else:

@@ -104,7 +104,6 @@ def train(s):
     run.scaler = trainer.accelerator.scaler
     path = str(s.folder / f"checkpoint-{BATCHES}") if s.resume is True else s.resume or None
     trainer.train(resume_from_checkpoint=path)
-    run.losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
     for path in s.folder.glob("checkpoint-*"):
         saved = load_file(path / "model.safetensors").items()
         run.saved[int(path.name.split("-")[1])] = {k.removeprefix("net."): v for k, v in saved}

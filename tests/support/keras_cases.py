@@ -63,7 +63,6 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_begin(self, batch, logs=None):
         torch.manual_seed(self.number)
-        self.model.reset_metrics()  # else the loss in `logs` is a mean over the epoch
 
     def on_train_batch_end(self, batch, logs=None):
         self.number += 1

@@ -84,7 +84,6 @@ class Recorder(Callback):
         self.step = trainer.global_step
 
     def on_train_batch_end(self, trainer, *_):
-        self.s.run.losses.append(trainer.callback_metrics.get("loss_step"))
         if trainer.global_step > self.step:
             self.step = trainer.global_step
             self.s.record()

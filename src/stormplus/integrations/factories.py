@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import warnings
+from functools import cache
 from typing import Any
 
 import torch
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from stormplus.install import required
 from stormplus.integrations.untuned import ignore_lr
-from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, Untuned
-
-_IGNORED = {"betas", "eps", "foreach", "fused", "warmup_steps", "r", "weight_lr_power"}
+from stormplus.torch import PairedOptimizer, SimplifiedStormPlus, Storm, StormPlus, Untuned
 
 
 class UntunedScheduleFree(Optimizer):
     """Makes an `Untuned` from what tools pass to every optimizer.
 
-    Learning rates, of groups too, and options of Adam and Schedule-Free are ignored with a warning;
-    strings are converted. The name is for kohya's scripts, which call `optimizer.eval()` and leave
-    the scheduler out only for names that end in "ScheduleFree". It is a class because the
-    factories require one.
+    Learning rates, of groups too, are ignored with a warning; strings are converted. The name is
+    for kohya's scripts, which call `optimizer.eval()` and leave the scheduler out only for names
+    that end in "ScheduleFree". It is a class because the factories require one.
     """
 
     def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]
@@ -32,10 +29,6 @@ class UntunedScheduleFree(Optimizer):
                 params[i] = {key: value for key, value in group.items() if key != "lr"}
                 rates.append(group["lr"])
         ignore_lr(next((rate for rate in rates if rate is not None and float(rate) != 1), None))
-        ignored = sorted(_IGNORED & options.keys())
-        if ignored:
-            warnings.warn(f"Untuned has no {', '.join(ignored)}: leave them out", stacklevel=2)
-        options = {key: value for key, value in options.items() if key not in _IGNORED}
         return Untuned(params, **{key: _parse(value) for key, value in options.items()})
 
 
@@ -68,6 +61,7 @@ def register_timm() -> None:
         if name not in known:  # timm would warn
             info = OptimInfo(name=name, opt_class=kind, description=description, has_eps=False)
             default_registry.register(info)
+    _refuse_lookahead()
 
 
 def register_pytorch_optimizer() -> None:
@@ -77,3 +71,20 @@ def register_pytorch_optimizer() -> None:
 
     for name, (kind, _) in OPTIMIZERS.items():
         registry.setdefault(name, kind)
+    _refuse_lookahead()
+
+
+@cache  # once per process
+def _refuse_lookahead() -> None:
+    """Let paired optimizers raise inside the Lookahead that both factories can add."""
+
+    def check(opt: Any, args: Any, kwargs: Any) -> None:
+        names = {name for group in opt.param_groups for name in group}
+        added = names & {"lookahead_alpha", "counter"}  # by timm and by pytorch_optimizer
+        if added and isinstance(opt, PairedOptimizer):
+            raise RuntimeError(
+                "Lookahead moves the parameters every few steps, and the estimator then belongs "
+                "to another point: create the optimizer without it"
+            )
+
+    register_optimizer_step_pre_hook(check)

@@ -1,23 +1,22 @@
 """fastai: an `opt_func` and callbacks for `Learner`.
 
-fastai calls `opt.step()` without a closure. `StormPlusCallback` gives it one, which lets the
-learner evaluate the same batch again.
+fastai calls `opt.step()` without a closure. `StormPlusCallback` replaces that call: it moves the
+parameters, lets the learner evaluate the same batch again, and completes the step.
 """
 
 from __future__ import annotations
 
 import warnings
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
 from stormplus.install import required
-from stormplus.integrations.replay import Replay
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.untuned import AverageCallback
-from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned
+from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
 
 with required("fastai"):
-    from fastai.callback.core import Callback, CancelBatchException
+    from fastai.callback.core import Callback, CancelStepException
     from fastai.callback.fp16 import AMPMode, MixedPrecision
     from fastai.optimizer import OptimWrapper
 
@@ -85,7 +84,7 @@ class StormPlusCallback(Callback):
 
     order = 1000  # last: batch transforms are done, gradients clipped
     run_valid = False
-    _replay: Any = None  # a Replay while an epoch trains
+    storm_sample: same_sample | None = None
 
     def before_train(self) -> None:
         """Raise if a callback or the optimizer would silently make the gradients wrong."""
@@ -93,47 +92,59 @@ class StormPlusCallback(Callback):
         if not isinstance(opt, OptimizerWrapper) or not isinstance(opt.opt, PairedOptimizer):
             raise TypeError(
                 f"StormPlusCallback got {type(getattr(opt, 'opt', opt)).__name__}: pass Learner "
-                "opt_func=opt_func(StormPlus). Untuned needs UntunedCallback"
+                "opt_func=opt_func(StormPlus) from stormplus.integrations.fastai. Untuned needs "
+                "UntunedCallback instead"
             )
         for callback in self.learn.cbs:
             names = {kind.__name__ for kind in type(callback).__mro__}
             for name in names & _REFUSED.keys():
                 raise RuntimeError(f"{name} {_REFUSED[name]}")
             if isinstance(callback, MixedPrecision) and callback.amp_mode is AMPMode.FP16:
-                raise RuntimeError("to_fp16() scales the loss of one gradient: use to_bf16()")
-        self.after_train()  # if the last epoch failed
-        self._replay = Replay(opt.opt, self.learn.model)
+                raise RuntimeError(
+                    "to_fp16() scales the loss for one gradient per batch: use to_bf16(), or your "
+                    "own loop with stormplus.scaled_step"
+                )
 
     def before_batch(self) -> None:
-        self._replay.finish()  # if the last batch was cancelled
-        if any(p.grad is not None and bool(p.grad.any()) for p in self._replay.opt.parameters()):
+        opt = self.learn.opt.opt
+        self._leave()  # an exception may have ended the last batch halfway
+        if opt.pending:
+            opt.restart()
+        restart_if_written(opt)
+        if any(p.grad is not None and bool(p.grad.any()) for p in opt.parameters()):
             raise RuntimeError(
                 "the parameters have gradients from an earlier batch, which the second "
                 "evaluation would not see: gradients cannot be accumulated over batches"
             )
-        self._replay.record(self._evaluate_again)
+        self.storm_sample = same_sample(opt, self.learn.model).__enter__()
 
     def before_step(self) -> None:
-        if self._replay.running:
-            raise CancelBatchException  # before fastai steps again and zeroes the gradients
+        opt = self.learn.opt.opt
+        if opt.started and not opt.pending:
+            opt.move()
+            self._evaluate_again()
+        else:
+            opt.estimate()
+            record_versions(opt)  # now: callbacks that come later may write
+        raise CancelStepException
 
-    def after_step(self) -> None:
-        self._replay.finish()
+    def after_batch(self) -> None:
+        self._leave()
 
-    def after_train(self) -> None:
-        if self._replay is not None:
-            self._replay.remove()
-            self._replay = None
-
-    def _evaluate_again(self, last: bool) -> None:
+    def _evaluate_again(self) -> None:
         learn = self.learn
         first = learn.pred, learn.loss, learn.loss_grad
+        learn.opt.zero_grad()
         for callback in learn.cbs:
             if isinstance(callback, MixedPrecision):  # it enters autocast in before_batch only
                 callback.autocast.__enter__()
-        with suppress(CancelBatchException):
-            learn._do_one_batch()
+        learn._do_one_batch()  # calls `before_step` again, which completes the step
         learn.pred, learn.loss, learn.loss_grad = first
+
+    def _leave(self) -> None:
+        if self.storm_sample is not None:
+            self.storm_sample.__exit__(None, None, None)
+            self.storm_sample = None
 
 
 class UntunedCallback(AverageCallback, Callback):

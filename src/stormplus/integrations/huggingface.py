@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from stormplus.install import required
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.replay import CLIPPING, Replay
 from stormplus.integrations.untuned import AverageCallback, final_lrs, warn_of_decay
 from stormplus.torch import PairedOptimizer
@@ -81,14 +82,15 @@ class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ign
         if self._replay is None:
             opt, process = unwrapped(self.optimizer), partial(self._process, model)
             self._replay = Replay(opt, model, process, self.accelerator.scaler)
-        evaluate = super().training_step
+        if not self._replay.recording:
+            restart_if_written(self._replay.opt)
+        last = self.accelerator.sync_gradients
+        self._replay.record(partial(self._again, model, inputs, num_items_in_batch, last))
+        return super().training_step(model, inputs, num_items_in_batch)
 
-        def evaluate_again(last: bool) -> None:
-            with nullcontext() if last else self.accelerator.no_sync(model):
-                evaluate(model, inputs, num_items_in_batch)
-
-        self._replay.record(evaluate_again)
-        return evaluate(model, inputs, num_items_in_batch)
+    def _again(self, model: Any, inputs: Any, num_items_in_batch: Any, last: bool) -> None:
+        with nullcontext() if last else self.accelerator.no_sync(model):
+            super().training_step(model, inputs, num_items_in_batch)
 
     def _process(self, model: Any) -> None:
         """Unscale and clip, as the trainer's loop does to the first gradient."""
@@ -120,8 +122,10 @@ class _EndOfStep(TrainerCallback):
         self._trainer = trainer
 
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        if self._trainer._replay is not None:
-            self._trainer._replay.finish()
+        replay = self._trainer._replay
+        if replay is not None:
+            replay.finish()
+            record_versions(replay.opt)
 
     on_train_begin = on_optimizer_step  # auto_find_batch_size begins again after an error
 
@@ -129,13 +133,17 @@ class _EndOfStep(TrainerCallback):
 def _check(trainer: Any, opt: Any) -> None:
     if not isinstance(opt, PairedOptimizer):
         raise TypeError(
-            f"StormPlusTrainer got {type(opt).__name__}: pass optimizers=(StormPlus(...), None). "
+            f"StormPlusTrainer is for StormPlus, SimplifiedStormPlus and Storm, got "
+            f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None). "
             "Untuned needs transformers.Trainer with callbacks=[UntunedCallback()]"
         )
     kind = trainer.accelerator.distributed_type
     if kind not in VERIFIED or trainer.args.n_gpu > 1:
         name = "DataParallel" if kind in VERIFIED else kind.value
-        raise ValueError(f"{name} has not been verified: use one device or DDP (torchrun)")
+        raise ValueError(
+            f"{name} has not been verified with two evaluations per step: use one device or DDP "
+            "(torchrun)"
+        )
     if trainer.args.max_grad_norm > 0 and trainer.is_world_process_zero():
         warnings.warn(
             f"max_grad_norm={trainer.args.max_grad_norm:g} (the default is 1.0) {CLIPPING}: "

@@ -18,9 +18,9 @@ from torch import nn
 
 from stormplus import torch as optimizers
 from stormplus.install import required
-from stormplus.integrations.replay import step_with_closure
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.untuned import Average, ignore_lr
-from stormplus.torch import BaseOptimizer, PairedOptimizer, Untuned
+from stormplus.torch import BaseOptimizer, PairedOptimizer, Untuned, same_sample
 
 with required("keras"):  # keras, or the backend that it looks for
     import keras
@@ -90,8 +90,9 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         for variable in variables:
             if variable.constraint is not None:  # Keras would apply it after each step
                 raise ValueError(
-                    f"{variable.path} has the constraint {type(variable.constraint).__name__}: use "
-                    "a regularizer, or constrain the weights inside the layer's call"
+                    f"{variable.path} has the constraint {type(variable.constraint).__name__}, "
+                    "which changes the weights after each step: use a regularizer instead, or "
+                    "constrain the weights inside the layer's call"
                 )
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
@@ -101,16 +102,16 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         if isinstance(opt, Untuned):
             self.average = Average([opt])
 
-    def step(self, closure: Callable[[], Any], model: keras.Model) -> None:
+    def step(self, closure: Callable[[], Any], variables: list[Any]) -> None:
         """Take a step of the torch optimizer, at Keras's learning rate."""
-        if not self.built:
-            self.build(model.trainable_variables)
-        self._check_variables_are_known(model.trainable_variables)
+        self._check_variables_are_known(variables)
         opt = self.torch_optimizer
         for group in opt.param_groups:
             group["lr"] = float(self.learning_rate)
         if isinstance(opt, PairedOptimizer):
-            step_with_closure(opt, _statistics(model), closure)
+            restart_if_written(opt)
+            opt.step(closure)
+            record_versions(opt)
         else:
             self.average.swap_out()
             opt.step(closure)
@@ -120,7 +121,8 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         """Raise: Keras's own training step calls this, which the mixin replaces."""
         raise RuntimeError(
             f"{self.method} needs a training step of its own: make the model's class "
-            "`class Model(StormPlusModelMixin, keras.Model)`"
+            "`class Model(StormPlusModelMixin, keras.Model)`, with StormPlusModelMixin from "
+            "stormplus.integrations.keras"
         )
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
@@ -192,8 +194,8 @@ class StormPlusModelMixin:
         if not isinstance(self.optimizer, StormPlusOptimizer):
             raise TypeError(
                 "StormPlusModelMixin needs compile(optimizer=StormPlusOptimizer(...)), got "
-                f"{type(self.optimizer).__name__}. If it is a LossScaleOptimizer, replace the "
-                "dtype policy mixed_float16 by mixed_bfloat16"
+                f"{type(self.optimizer).__name__}. A LossScaleOptimizer comes from the dtype "
+                "policy mixed_float16: use mixed_bfloat16, which needs no loss scale"
             )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         first: list[Any] = []
@@ -207,7 +209,12 @@ class StormPlusModelMixin:
                 first.extend((y_pred, loss.detach()))
             return loss
 
-        self.optimizer.step(closure, self)
+        if not self.optimizer.built:
+            self.optimizer.build(self.trainable_variables)
+        opt, evaluate = self.optimizer.torch_optimizer, closure
+        if isinstance(opt, PairedOptimizer):
+            evaluate = same_sample(opt, _statistics(self))(closure)
+        self.optimizer.step(evaluate, self.trainable_variables)
         y_pred, loss = first
         size = next(part.shape[0] for part in keras.tree.flatten(x) if part is not None)
         self._loss_tracker.update_state(loss, sample_weight=size)

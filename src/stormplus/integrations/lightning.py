@@ -6,7 +6,7 @@ evaluates only the last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
@@ -44,8 +44,8 @@ class UntunedCallback(AverageCallback, Callback):
             raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
         if self._recalibrate_batches and not pl_module.automatic_optimization:
             raise ValueError(
-                "with manual optimization, recalibrate_batches would call training_step, which "
-                "steps: leave it out, and call stormplus.recalibrate in on_validation_start"
+                "recalibrate_batches calls training_step again, which steps with manual "
+                "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
             )
         for config in trainer.lr_scheduler_configs:
             by_step = config.interval == "step"
@@ -91,7 +91,7 @@ class StormPlusCallback(Callback):
     """Makes `StormPlus`, `SimplifiedStormPlus` and `Storm` exact under Lightning's trainer.
 
     With automatic optimization the two evaluations of a step see the same micro-batches and
-    random numbers, running statistics move once, and `self.log` and torchmetrics see the first
+    random numbers, running statistics move once, and `self.log` and torchmetrics see the second
     evaluation only. With manual optimization call
     `opt.step(same_sample(opt.optimizer, self)(closure))`.
 
@@ -105,6 +105,7 @@ class StormPlusCallback(Callback):
         self._log_diagnostics = log
         self._installed = ExitStack()
         self._replay: Replay | None = None
+        self._last: Callable[[], Any] | None = None  # evaluates the last micro-batch
         self._resumed: dict[str, Any] | None = None
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -130,8 +131,12 @@ class StormPlusCallback(Callback):
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not replay.running:
-                replay.record(partial(_evaluate_again, trainer, opt, args, kwargs))
-            return user_training_step(*args, **kwargs)
+                batch = trainer._results.batch
+                again = partial(_evaluate_again, trainer, opt, batch, args, kwargs)
+                replay.record(self._last or again)
+            counts = not opt.started or opt.pending
+            with nullcontext() if counts else _without_logging(pl_module):
+                return user_training_step(*args, **kwargs)
 
         def optimizer_step(epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
             def first() -> Any:
@@ -140,11 +145,13 @@ class StormPlusCallback(Callback):
                     raise _SampleSkipped
                 return loss
 
+            self._last = closure
             try:
                 user_optimizer_step(epoch, batch_idx, optimizer, first)
             except _SampleSkipped:
                 pass
             finally:
+                self._last = None
                 replay.finish()
 
         self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
@@ -211,13 +218,13 @@ class _SampleSkipped(Exception):
     """Raised when `training_step` returned None: the user skips this batch."""
 
 
-def _evaluate_again(trainer: Any, opt: PairedOptimizer, args: Any, kwargs: Any, last: bool) -> None:
-    """Evaluate a micro-batch as Lightning's loop does; DDP synchronises after the last one."""
-    strategy = trainer.strategy
-    waits = isinstance(strategy, DDPStrategy) and not last
+def _evaluate_again(trainer: Any, opt: PairedOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
+    """Evaluate a micro-batch that is not the last: DDP does not synchronise its gradient."""
+    strategy, results = trainer.strategy, trainer._results
     with (
-        strategy.block_backward_sync() if waits else nullcontext(),
-        _without_logging(trainer.lightning_module),
+        strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext(),
+        _replaced(results, "batch", batch),  # `self.log` weighs by its size
+        _replaced(results, "batch_size", None),  # Lightning's cache of that size
     ):
         output = call._call_strategy_hook(trainer, "training_step", *args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -258,8 +265,8 @@ def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
     if not paired:
         names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
-            f"StormPlusCallback got {names}: return StormPlus from configure_optimizers. Untuned "
-            "needs UntunedCallback"
+            f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
+            "return one of them from configure_optimizers. Untuned needs UntunedCallback"
         )
     return paired
 
@@ -279,7 +286,7 @@ def _check(trainer: Any, pl_module: LightningModule) -> None:
         raise TypeError(f"{type(plugin).__name__} does not pass the closure on: use bf16-mixed")
     if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise TypeError(
-            f"{type(strategy).__name__} has not been verified: use one device or "
+            f"the strategy {type(strategy).__name__} has not been verified: use one device or "
             'strategy="ddp", or FSDP2 in your own loop (docs/many-machines.md)'
         )
     if _has_swa(trainer):

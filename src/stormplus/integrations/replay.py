@@ -1,22 +1,17 @@
-"""Two evaluations of one sample, in the ways in which trainers call an optimizer.
+"""The second evaluation of a sample, for trainers that run the backward passes themselves.
 
-`step_with_closure` is for trainers that pass a closure. Others run the backward passes themselves,
-clip, and call `step()`: `Replay` gives `step` a closure whose first call leaves the gradient that
-is there, and whose second one evaluates the same micro-batches again.
-
-Both restart the estimator when something other than the optimizer has written to the parameters:
-weights that are loaded without the optimizer's state leave an estimator that belongs to another
-point. A write through `p.data` is not detected: torch does not count it.
+Such a trainer evaluates its micro-batches once, clips, and calls `step()` without a closure.
+`Replay` gives `step` a closure: its first call leaves the gradient that is there, its second one
+evaluates the same micro-batches again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary, WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from stormplus.torch import PairedOptimizer, same_sample
 from stormplus.trainers import managed
@@ -26,19 +21,6 @@ CLIPPING = (
     "change of one gradient. Turn it off; a smaller lr, or a warm-up, shortens the moves instead"
 )
 RETRIES = 20  # how often the second evaluation may overflow in fp16, as in `scaled_step`
-
-# The generation of the state and the parameters' version counters after the last step.
-_recorded: WeakKeyDictionary[PairedOptimizer, tuple[int, list[tuple[Tensor, int]]]]
-_recorded = WeakKeyDictionary()
-_restarted: WeakSet[PairedOptimizer] = WeakSet()  # at their last sample
-
-
-def step_with_closure(opt: PairedOptimizer, model: nn.Module, closure: Callable[[], Any]) -> Any:
-    """Take one sample, with replayed random numbers and running statistics; return its loss."""
-    _restart_if_written(opt)
-    loss = opt.step(same_sample(opt, model)(closure))
-    _record_versions(opt)
-    return loss
 
 
 class Replay:
@@ -55,33 +37,32 @@ class Replay:
         self,
         opt: PairedOptimizer,
         model: nn.Module,
-        process: Callable[[], Any] = lambda: None,
+        process: Callable[[], Any],
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
-        self._micro_batches: list[Callable[[bool], Any]] = []
+        self._micro_batches: list[Callable[[], Any]] = []
         self._sample: same_sample | None = None
         self._first_done = False
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._pass_closure)
         managed.add(opt)
 
-    def record(self, evaluate: Callable[[bool], Any]) -> None:
-        """Record a micro-batch, before its first evaluation.
+    @property
+    def recording(self) -> bool:
+        """Whether a micro-batch of the present sample has been recorded."""
+        return self._sample is not None
 
-        Args:
-            evaluate: Called as `evaluate(last)` to repeat that evaluation; gradients need to be
-                synchronised over processes only if this is the last micro-batch of the sample.
-        """
+    def record(self, evaluate: Callable[[], Any]) -> None:
+        """Record a micro-batch, before its first evaluation; `evaluate` repeats that."""
         if self._sample is None:
-            _restart_if_written(self.opt)
             self._sample = same_sample(self.opt, self._model).__enter__()
         streams = self.opt.random_streams()
 
-        def evaluate_again(last: bool) -> None:
+        def evaluate_again() -> None:
             if self.opt.replays_rng:
                 streams.rewind()
-            evaluate(last)
+            evaluate()
 
         self._micro_batches.append(evaluate_again)
 
@@ -94,7 +75,6 @@ class Replay:
         if not first_done or self.opt.pending:
             sample.restore()  # the sample does not count
         sample.__exit__(None, None, None)
-        _record_versions(self.opt)
 
     def remove(self) -> None:
         """End the sample and let `step()` require a closure again."""
@@ -144,35 +124,8 @@ class Replay:
         self.running = True
         try:
             self.opt.zero_grad()
-            last = self._micro_batches[-1]
             for evaluate_again in self._micro_batches:
-                evaluate_again(evaluate_again is last)
+                evaluate_again()
             self._process()
         finally:
             self.running = False
-
-
-def _record_versions(opt: PairedOptimizer) -> None:
-    """Record the version counters; call it when a step is complete."""
-    versions = [(p, p._version) for p in opt.parameters() if p.requires_grad]
-    _recorded[opt] = opt.generation, versions
-
-
-def _restart_if_written(opt: PairedOptimizer) -> None:
-    """Restart the estimator if the parameters were written to; call it before a sample.
-
-    Raises a RuntimeError if the previous sample restarted too: a restarted sample moves nothing.
-    """
-    generation, versions = _recorded.get(opt, (-1, []))
-    written = any(p._version != version for p, version in versions)
-    if not written or generation != opt.generation or not opt.started or opt.pending:
-        _restarted.discard(opt)
-        return
-    opt.restart()
-    if opt in _restarted:
-        raise RuntimeError(
-            "something writes to the parameters at every batch (weight clipping, an average that "
-            "is swapped in), so the estimator restarts every time and nothing moves: constrain the "
-            "weights inside the model's forward, or write once per epoch"
-        )
-    _restarted.add(opt)

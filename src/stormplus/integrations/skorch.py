@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from stormplus.integrations.replay import step_with_closure
+from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.untuned import Average, ignore_lr
-from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned
+from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
 
 
 class StormPlusNetMixin:
@@ -79,15 +79,19 @@ class StormPlusNetMixin:
             return
         if len(optimizers) != 1:
             raise ValueError(
-                f"the net has the optimizers {self._optimizers}: give all parameters to one, in "
-                "groups (optimizer__param_groups)"
+                f"the net has the optimizers {self._optimizers}, and each would take two gradients "
+                "while the others do not move: give all parameters to one optimizer, in groups "
+                "(optimizer__param_groups)"
             )
         opt = optimizers[0]
         if not isinstance(opt, PairedOptimizer):
             raise TypeError(
-                f"StormPlusNetMixin got {type(opt).__name__}, which is no optimizer of stormplus. "
-                "If it is an AcceleratedOptimizer, leave skorch's AccelerateMixin out"
+                f"StormPlusNetMixin is for the optimizers of stormplus, got {type(opt).__name__}. "
+                "An AcceleratedOptimizer comes from skorch's AccelerateMixin, which steps without "
+                "a closure: leave that mixin out"
             )
         parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
         model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
-        step_with_closure(opt, model, step_fn)
+        restart_if_written(opt)
+        opt.step(same_sample(opt, model)(step_fn))
+        record_versions(opt)

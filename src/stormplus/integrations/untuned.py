@@ -32,7 +32,7 @@ class Average:
         optimizers: The optimizers of the model's parameters.
         model: The module with running statistics.
         recalibrate_batches: Recompute the running statistics over this many of the last training
-            batches whenever the average is swapped in; 0 leaves them as they are, 20 is enough.
+            batches whenever the average is swapped in; 0 leaves them as they are.
     """
 
     def __init__(
@@ -41,8 +41,11 @@ class Average:
         model: nn.Module | None = None,
         recalibrate_batches: int = 0,
     ) -> None:
-        if recalibrate_batches < 0:
-            raise ValueError(f"recalibrate_batches must be at least 0, got {recalibrate_batches}")
+        if not (isinstance(recalibrate_batches, int) and recalibrate_batches >= 0):
+            raise ValueError(
+                "recalibrate_batches must be an integer, at least 0, got "
+                f"{recalibrate_batches!r}: 20 is a good value"
+            )
         self.optimizers = list(optimizers)
         managed.update(self.optimizers)
         self._model = model
@@ -108,7 +111,8 @@ class Average:
         if self._batches.maxlen and _synchronizes_statistics(module):
             raise ValueError(
                 "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
-                "others. Call opt.eval() and stormplus.recalibrate on every process instead"
+                "others. Leave it at 0, and before the last save call opt.eval() and "
+                "stormplus.recalibrate(model, batches) on every process"
             )
         saved = getattr(module, "_orig_mod", module)  # some trainers save the uncompiled module
         hooks = [
