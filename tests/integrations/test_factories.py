@@ -141,6 +141,13 @@ def test_what_scripts_pass_to_a_class_that_they_import_by_its_name():
     assert type(opt) is Untuned
     assert [(g["lr"], g["weight_decay"]) for g in opt.param_groups] == [(1.0, 0.01)] * 2
     assert opt.state[net.body[0].weight]["z_minus_x"].dtype == torch.bfloat16
+    # torchtitan's groups have the options of Adam, OneTrainer's call those of Schedule-Free.
+    adam = {"betas": (0.9, 0.95), "eps": 1e-8}
+    groups = [{"params": net.parameters(), "lr": 1.0, "weight_decay": 0.1, **adam}]
+    assert kind(groups).param_groups[0]["weight_decay"] == 0.1
+    with pytest.warns(UserWarning, match="no betas, eps, foreach, warmup_steps: leave them out"):
+        opt = kind(params=net.parameters(), lr=1.0, foreach=False, warmup_steps=10, **adam)
+    assert type(opt) is Untuned
     # Axolotl passes strings.
     opt = kind(net.parameters(), lr=1.0, weight_decay="0.01", maximize="False", state_dtype="None")
     group = opt.param_groups[0]

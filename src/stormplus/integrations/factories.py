@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from functools import cache
 from typing import Any
 
@@ -12,13 +13,16 @@ from stormplus.install import required
 from stormplus.integrations.untuned import ignore_lr
 from stormplus.torch import PairedOptimizer, SimplifiedStormPlus, Storm, StormPlus, Untuned
 
+_IGNORED = {"betas", "eps", "foreach", "fused", "warmup_steps", "r", "weight_lr_power"}
+
 
 class UntunedScheduleFree(Optimizer):
     """Makes an `Untuned` from what tools pass to every optimizer.
 
-    Learning rates, of groups too, are ignored with a warning; strings are converted. The name is
-    for kohya's scripts, which call `optimizer.eval()` and leave the scheduler out only for names
-    that end in "ScheduleFree". It is a class because the factories require one.
+    Learning rates, of groups too, and options of Adam and Schedule-Free are ignored with a warning;
+    strings are converted. The name is for kohya's scripts, which call `optimizer.eval()` and leave
+    the scheduler out only for names that end in "ScheduleFree". It is a class because the
+    factories require one.
     """
 
     def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]
@@ -29,6 +33,10 @@ class UntunedScheduleFree(Optimizer):
                 params[i] = {key: value for key, value in group.items() if key != "lr"}
                 rates.append(group["lr"])
         ignore_lr(next((rate for rate in rates if rate is not None and float(rate) != 1), None))
+        ignored = sorted(_IGNORED & options.keys())
+        if ignored:
+            warnings.warn(f"Untuned has no {', '.join(ignored)}: leave them out", stacklevel=2)
+        options = {key: value for key, value in options.items() if key not in _IGNORED}
         return Untuned(params, **{key: _parse(value) for key, value in options.items()})
 
 
