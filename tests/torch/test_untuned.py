@@ -383,6 +383,19 @@ def test_complex_tensors_may_have_a_state_in_bfloat16():
 # -- the average ---------------------------------------------------------------------------------
 
 
+def test_a_hook_that_swaps_the_average_in_while_saving_keeps_the_iterate():
+    p = nn.Parameter(torch.ones(3))
+    opt = descend(p, [1.0, 2.0, -1.0], [0.5, 1.0, 1.0], [1.0, -2.0, 1.0])
+    iterate = p.detach().clone()
+    opt.register_state_dict_pre_hook(lambda opt: opt.eval())
+    saved = opt.state_dict()
+    assert opt.at_average
+    assert not torch.equal(p, iterate)
+    assert_same(saved["state"][0]["iterate"], iterate)
+    opt.train()
+    assert_same(p.detach(), iterate)
+
+
 def written(params, value):
     with torch.no_grad():
         for p in params:

@@ -382,11 +382,18 @@ class BaseOptimizer(Optimizer, ABC):
         """Return everything that a run needs to continue bit by bit."""
         self._refresh()
         self._place_state()  # parameters may have been moved, frozen or unfrozen
-        live, self.state = self.state, self._copied_numbers()
+
+        def copy_numbers(_: Optimizer, packed: State) -> None:
+            copies = self._copied_numbers()
+            for i, p in enumerate(self.parameters()):
+                packed["state"][i] = copies[p]
+
+        # After pre-hooks, which may call eval(), and before the user's own post-hooks.
+        hook = self.register_state_dict_post_hook(copy_numbers, prepend=True)
         try:
             return super().state_dict()
         finally:
-            self.state = live
+            hook.remove()
 
     def _copied_numbers(self) -> defaultdict[Tensor, State]:
         """Return the state with numbers of its own: views would be pickled with a whole table."""

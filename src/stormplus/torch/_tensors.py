@@ -141,7 +141,9 @@ class ScalarTable:
         self._initial = torch.tensor(list(initial.values()), dtype=dtype, device=device)
         self.names = tuple(initial)
         self.tensor = self._initial.unsqueeze(1).repeat(1, len(owners))
-        self.cache: dict[Any, Any] = {}  # what would have to be loaded to the device again
+        # What would have to be loaded to the device again.
+        self._selections: dict[Any, Any] = {}
+        self.options: dict[str, Any] = {}  # of Untuned, per tensor, and for which groups
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
                 if name in owner:
@@ -184,12 +186,12 @@ class ScalarTable:
         if len(indices) == width:
             return slice(None), None
         key = self.on_host, *indices
-        if key not in self.cache:
-            if len(self.cache) > 64:
-                self.cache.clear()
+        if key not in self._selections:
+            if len(self._selections) > 64:
+                self._selections.clear()
             index, mask = np.array(indices), np.isin(np.arange(width), indices)
-            self.cache[key] = self.array(index), self.array(mask)
-        index, mask = self.cache[key]
+            self._selections[key] = self.array(index), self.array(mask)
+        index, mask = self._selections[key]
         return index, mask
 
     def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:

@@ -270,8 +270,8 @@ class Untuned(AveragedOptimizer):
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._tensor_table, self._infos
         by_group = [_group_options(group) for group in self.param_groups]
-        key, options = (by_group, table.on_host, self._active), table.cache.get("options")
-        if options is None or table.cache["options key"] != key:
+        key, options = (by_group, table.on_host, self._active), table.options.get("values")
+        if options is None or table.options["key"] != key:
             self._check_lr([lr for lr, *_ in by_group])
             by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
             lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
@@ -286,7 +286,7 @@ class Untuned(AveragedOptimizer):
                 eligible=table.array(eligible),
                 decays=any(decay > 0 for _, _, decay, _ in by_group),
             )
-            table.cache |= {"options": options, "options key": key}
+            table.options |= {"values": options, "key": key}
         for group in self.param_groups:
             if _on_device(group["lr"]):  # it multiplies there
                 _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])
