@@ -25,7 +25,7 @@ from stormplus.torch._sharding import (
     norm_groups,
     sum_over_processes,
 )
-from stormplus.torch._tensors import BufferKind, ParamInfo, ScalarTable, State, TensorGroup
+from stormplus.torch._tensors import BufferKind, ParamInfo, ScalarTable, State, TensorGroup, layout
 from stormplus.torch.kernels import choose_kernels, plain
 from stormplus.versions import split_named_parameters
 
@@ -247,9 +247,9 @@ class BaseOptimizer(Optimizer, ABC):
                 state[name] = kinds[name].placed(p, state.get(name))
             else:
                 state.pop(name, None)
-        if self._tensor_initial and info.layout != _layout(p):
+        if self._tensor_initial and info.layout != layout(p):
             info.coordinates = SampledCoordinates.of(p)
-        info.layout = _layout(p)
+        info.layout = layout(p)
 
     def _release(self, info: ParamInfo) -> None:
         """Free the buffers of a frozen parameter, which starts over if it is unfrozen."""
@@ -447,8 +447,3 @@ class BaseOptimizer(Optimizer, ABC):
         if "_shared_state" in state:  # a copy; torch's loader calls this too
             self._pass_hooks = OrderedDict()
             self._adopt_parameters()
-
-
-def _layout(p: Tensor) -> tuple[Any, ...]:
-    """Return what the buffers of a parameter follow."""
-    return p.device, p.dtype, p.shape, p.is_contiguous() or p.stride()

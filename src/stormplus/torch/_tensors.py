@@ -95,6 +95,11 @@ class ParamInfo:
     is_ordinary: bool = True  # contiguous and real, of type Tensor or Parameter
 
 
+def layout(p: Tensor) -> tuple[Any, ...]:
+    """Return what the buffers of a parameter follow."""
+    return p.device, p.dtype, p.shape, p.is_contiguous() or p.stride()
+
+
 class BufferKind(NamedTuple):
     """What kind of tensor a parameter has in its state."""
 
