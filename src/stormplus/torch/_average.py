@@ -16,7 +16,7 @@ from stormplus.torch._sharding import coordinate_count, is_dtensor, local, resha
 from stormplus.torch._tensors import BufferKind, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 
-_LOOKS_LIKE_ADAM = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
+_ADAM_LIKE_LR = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
 
 
 class AveragedOptimizer(BaseOptimizer):
@@ -69,7 +69,7 @@ class AveragedOptimizer(BaseOptimizer):
         if self._lr_checked or self.generation or torch.compiler.is_compiling() or not max(lrs):
             return
         self._lr_checked = True
-        if max(lrs) < _LOOKS_LIKE_ADAM:
+        if max(lrs) < _ADAM_LIKE_LR:
             warn(
                 f"Untuned has lr={max(lrs):g} in its first step: lr multiplies steps whose size is "
                 "found already, and Adam's would all but stop the run. Delete the scheduler or the "

@@ -396,7 +396,7 @@ class BaseOptimizer(Optimizer, ABC):
             hook.remove()
 
     def _copied_numbers(self) -> defaultdict[Tensor, State]:
-        """Return the state with numbers of its own: views would be pickled with a whole table."""
+        """Return the state with its numbers copied: pickling a view would save the whole table."""
         state = defaultdict(dict, self.state)
         for info, numbers in zip(self._infos, self._tensor_table.snapshot()):
             state[info.p] = info.state | numbers
