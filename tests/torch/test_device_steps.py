@@ -326,3 +326,46 @@ def test_an_overflow_that_the_scaler_has_found_changes_nothing_and_is_no_error(d
     else:
         run.steps(GOOD[0])
     assert run.opt.grad_evaluations == 3
+
+
+def test_a_parameter_that_is_not_finite_is_an_error_with_a_scaler_too(device):
+    run = Run(Untuned, device.put)
+    run.steps(*GOOD[:2])
+    with torch.no_grad():
+        run.params[0].mul_(math.nan)
+    for gradient in GOOD[2:4]:  # the first one measures, the second one is skipped
+        run.scaled_step(gradient, scale=2.0, found_inf=0.0)
+    with pytest.raises(FloatingPointError, match="parameter"):
+        run.scaled_step(GOOD[4], scale=2.0, found_inf=0.0)
+
+
+def test_errors_after_a_reset_are_raised_as_before(device):
+    run = Run(Untuned, device.put)
+    for _ in range(2):
+        run.steps(NAN)
+        with pytest.raises(FloatingPointError):
+            run.steps(GOOD[0])
+        run.opt.reset()
+
+
+@pytest.mark.parametrize("make", [Untuned, StormPlus])
+@pytest.mark.parametrize("on_cpu", [0, 1])
+def test_some_parameters_may_stay_on_the_cpu(device, make, on_cpu):
+    def run(*places):
+        start = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0])
+        params = [nn.Parameter(put(x)) for put, x in zip(places, start)]
+        opt = make(params)
+        for gradient in GOOD[:4]:
+            for p, put, g in zip(params, places, gradient.split([3, 1])):
+                p.grad = put(g)
+            if make is Untuned:
+                opt.step()
+                continue
+            if opt.started:
+                opt.move()
+            opt.estimate()
+        return [value(p.detach()) for p in params]
+
+    mixed = [device.put, device.put]
+    mixed[on_cpu] = torch.clone
+    torch.testing.assert_close(run(*mixed), run(torch.clone, torch.clone))

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+from stormplus import Untuned
 from tests.torch.optimizers import (
     Run,
     assert_same,
@@ -198,3 +199,11 @@ def test_foreign_entries_of_the_state_are_left_alone(case):
     opt.add_param_group({"params": [parameter(3.0)]})
     saved = opt.state_dict()["state"]
     assert (saved["mine"], saved["count"]) == ({"n": 1}, 1)
+
+
+def test_saving_leaves_the_buffers_of_a_parameter_with_gaps_where_they_are():
+    p = nn.Parameter(torch.randn(6, 8)[:, ::2])
+    opt = Untuned([p])
+    before = opt.state[p]["z_minus_x"].data_ptr()
+    opt.state_dict()
+    assert opt.state[p]["z_minus_x"].data_ptr() == before

@@ -110,8 +110,9 @@ class BaseOptimizer(Optimizer, ABC):
         return handle
 
     def _notify(self, event: str) -> None:
-        for hook in tuple(self._pass_hooks.values()):
-            hook(self, event)
+        if self._pass_hooks:
+            for hook in tuple(self._pass_hooks.values()):
+                hook(self, event)
 
     # -- sums over tensors and processes, and numbers that are not finite ------------------------
 
@@ -128,14 +129,17 @@ class BaseOptimizer(Optimizer, ABC):
         total = sum_over_processes(parts, groups, like=self._shared_table.tensor)
         return total.numpy() if on_host else total
 
-    def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
-        """Look for gradients that are not finite: raise on the CPU, return a flag on a device."""
+    def _raise_if_skipped(self) -> None:
+        """Raise if a device has skipped a step since the last call; it does not wait for it."""
         if self._skips_on_host is not None and float(self._skips_on_host) > self._skips_reported:
             self._skips_reported = float(self._skips_on_host)
             self._fail(
-                "a gradient was not finite in an earlier step, which the device has skipped "
-                f"({self._skips_reported:.0f} so far); {NOTHING_MOVED}"
+                "a gradient or a parameter was not finite in an earlier step, which the device has "
+                f"skipped ({self._skips_reported:.0f} so far): go on with another sample"
             )
+
+    def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
+        """Look for gradients that are not finite: raise on the CPU, return a flag on a device."""
         if not (self._check_finite and groups):
             return None
         parts = [(group.process_groups, group.kernels.any_nonfinite(group)) for group in groups]
@@ -192,7 +196,8 @@ class BaseOptimizer(Optimizer, ABC):
     def _adopt_parameters(self) -> None:
         """Make state for new parameters, drop that of removed ones, and build the tables."""
         params = self.parameters()
-        for p in [p for p in self.state if isinstance(p, Tensor) and p not in set(params)]:
+        known = set(params)
+        for p in [p for p in self.state if isinstance(p, Tensor) and p not in known]:
             del self.state[p]
         if not self._shared_state:
             identity = _checkpoint.encode(self._identity())
@@ -226,15 +231,20 @@ class BaseOptimizer(Optimizer, ABC):
         self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
 
     def _place_state(self) -> None:
-        """Place buffers beside trainable parameters, and `scalars` with the last of them."""
+        """Place buffers beside trainable parameters, and `scalars` with the last of them.
+
+        If some are on an accelerator, the last one there: a step must not wait for its numbers.
+        """
         for info in self._infos:
             info.state.pop("scalars", None)
             if info.p.requires_grad:
                 self._place_buffers(info)
             elif not info.state["started"]:  # else only a step without it frees its buffers
                 self._release(info)
-        params = self.parameters()
-        self._keeper = next((p for p in reversed(params) if p.requires_grad), params[-1])
+        ranks = [
+            (p.requires_grad, p.device.type != "cpu", i) for i, p in enumerate(self.parameters())
+        ]
+        self._keeper = self.parameters()[max(ranks)[-1]]
         self.state[self._keeper]["scalars"] = self._shared_state
 
     @outside_inference_mode()
@@ -372,7 +382,7 @@ class BaseOptimizer(Optimizer, ABC):
             check_group(group)
             self._check_options(group, added=False)
         self.state.clear()
-        self._shared_state = {}
+        self._shared_state, self._skips_reported, self._skips_on_host = {}, 0.0, None
         self.generation += 1
         self._adopt_parameters()
 
@@ -385,7 +395,8 @@ class BaseOptimizer(Optimizer, ABC):
 
         def copy_dictionaries(_: Optimizer, packed: State) -> None:
             # A step changes flags in `scalars`, eval() adds entries, and so may users' hooks.
-            for i, entry in packed["state"].items():
+            for i in range(len(self.parameters())):
+                entry = packed["state"].get(i, {})
                 packed["state"][i] = {k: dict(v) if k == "scalars" else v for k, v in entry.items()}
 
         hook = self.register_state_dict_post_hook(copy_dictionaries, prepend=True)

@@ -121,7 +121,9 @@ class BufferKind(NamedTuple):
                 "was resized. Call opt.reset() to start over"
             )
         if self.shape is None and buffer.stride() != p.stride():
-            return torch.empty_like(p, dtype=self.dtype, requires_grad=False).copy_(buffer)
+            like = torch.empty_like(p, dtype=self.dtype, requires_grad=False)
+            if buffer.stride() != like.stride():  # those of p may have gaps
+                return like.copy_(buffer)
         return buffer.to(p.device, self.dtype)
 
 

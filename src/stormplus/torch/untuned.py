@@ -128,11 +128,9 @@ class Untuned(AveragedOptimizer):
             )
         groups = self._tensor_groups()
         if groups:  # without any gradient, no step, as in torch.optim
-            if self._pass_hooks:
-                self._notify("before_step")
+            self._notify("before_step")
             self._update(groups)
-            if self._pass_hooks:
-                self._notify("after_step")
+            self._notify("after_step")
         return loss
 
     def _tensor_groups(self) -> list[TensorGroup]:
@@ -148,6 +146,7 @@ class Untuned(AveragedOptimizer):
 
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
+        self._raise_if_skipped()
         skip, grad_scale = self._skip_flag(groups)
         table = self._tensor_table
         rows, xp = table.rows, table.xp
