@@ -172,8 +172,8 @@ def untuned(backend, lists, skip=None):
     )
     if backend not in (native, plain):
         coefficients = UntunedCoefficients(*map(torch.from_numpy, coefficients))
-    u_sq, moved_sq = backend.untuned_step(group, coefficients, skip)
-    return tensors_of(group, lists), np.array([np.asarray(u_sq), np.asarray(moved_sq)])
+    u_sq, displacement_sq = backend.untuned_step(group, coefficients, skip)
+    return tensors_of(group, lists), np.array([np.asarray(u_sq), np.asarray(displacement_sq)])
 
 
 def assert_tensors_agree(actual, expected, exact=False):

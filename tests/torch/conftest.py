@@ -19,7 +19,7 @@ def interpreter():
         ]
 
     def forget():
-        triton._uploaded.cache_clear()
+        triton._uploaded_once.cache_clear()
         return {name: sys.modules.pop(name) for name in modules()}
 
     before = forget()

@@ -102,10 +102,10 @@ def test_displacement_is_not_finite_if_a_parameter_overflows_and_its_master_does
     for name in ("params", "masters"):
         lists[name][0][2] = 65504.0
     lists["z_minus_x"][0][2] = 1e4
-    found, (_, moved_sq) = untuned(backend, lists)
+    found, (_, displacement_sq) = untuned(backend, lists)
     assert found["params"][0][2] == math.inf
     assert found["masters"][0].isfinite().all()
-    assert not math.isfinite(moved_sq[0])
+    assert not math.isfinite(displacement_sq[0])
 
 
 @pytest.mark.parametrize("run", [moved, estimated, untuned])

@@ -81,12 +81,12 @@ def test_a_pass_on_a_device_does_not_wait_and_copies_its_tables_once(monkeypatch
 
 
 def test_a_captured_graph_has_tables_of_its_own_that_stay(monkeypatch):
-    monkeypatch.setattr(triton, "_kept_for_replays", kept := [])
+    monkeypatch.setattr(triton, "_captured_uploads", kept := [])
     with SimulatedDevice("cuda") as device:
-        eager = triton._on_device(device.device, (1, 2), False)
+        eager = triton._upload(device.device, (1, 2), False)
         with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
-            captured = triton._on_device(device.device, (1, 2), False)
-        assert triton._on_device(device.device, (1, 2), False) is eager
+            captured = triton._upload(device.device, (1, 2), False)
+        assert triton._upload(device.device, (1, 2), False) is eager
     assert captured is not eager
     assert [t for _, t in kept] == [captured]
 

@@ -44,7 +44,7 @@ class AveragedOptimizer(BaseOptimizer):
             # Preallocate: scalars between large temporaries fragment the allocator.
             squares = torch.empty(len(group.params), dtype=table.tensor.dtype, device=group.device)
             for i, x in enumerate(group.params):
-                squares[i] = plain.square_norm(x)
+                squares[i] = plain.squared_norm(x)
             parts.append((group.process_groups, table.scatter((squares,), group.indices)))
         rms = (self._total(parts)[0] / rows["size"]) ** 0.5
         ceiling = rule.distance_ceiling(rms, rows["natural_scale"], table.xp)

@@ -50,7 +50,7 @@ class BaseOptimizer(Optimizer, ABC):
     _shared_initial: ClassVar[Mapping[str, float]]  # what all parameters share, initially
     _tensor_initial: ClassVar[Mapping[str, float]] = {}  # what each parameter has, initially
     _buffer_names: ClassVar[tuple[str, ...]]  # what `_buffers` may return
-    _attributes: ClassVar[tuple[str, ...]]  # what a copy of the optimizer has besides its state
+    _copied_names: ClassVar[tuple[str, ...]]  # attributes that pickle and deepcopy keep
     _shared_table: ScalarTable
     _tensor_table: ScalarTable
     _trainer_checked = False
@@ -216,7 +216,7 @@ class BaseOptimizer(Optimizer, ABC):
         shard_groups = (g for info in self._infos for g in info.process_groups)
         self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_state()
-        device, states = self._keeper.device, [info.state for info in self._infos]
+        device, states = self._state_owner.device, [info.state for info in self._infos]
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
@@ -228,7 +228,7 @@ class BaseOptimizer(Optimizer, ABC):
         """Split parameters into active ones and frozen ones without buffers."""
         used = [info.p.requires_grad or info.state["started"] for info in self._infos]
         self._active = [info for info, is_used in zip(self._infos, used) if is_used]
-        self._idle = [info.p for info, is_used in zip(self._infos, used) if not is_used]
+        self._frozen = [info.p for info, is_used in zip(self._infos, used) if not is_used]
 
     def _place_state(self) -> None:
         """Place buffers beside trainable parameters, and `scalars` with the last of them.
@@ -241,11 +241,10 @@ class BaseOptimizer(Optimizer, ABC):
                 self._place_buffers(info)
             elif not info.state["started"]:  # else only a step without it frees its buffers
                 self._release(info)
-        ranks = [
-            (p.requires_grad, p.device.type != "cpu", i) for i, p in enumerate(self.parameters())
-        ]
-        self._keeper = self.parameters()[max(ranks)[-1]]
-        self.state[self._keeper]["scalars"] = self._shared_state
+        params = self.parameters()
+        ranks = [(p.requires_grad, p.device.type != "cpu", i) for i, p in enumerate(params)]
+        self._state_owner = params[max(ranks)[-1]]
+        self.state[self._state_owner]["scalars"] = self._shared_state
 
     @outside_inference_mode()
     def _place_buffers(self, info: ParamInfo) -> None:
@@ -277,7 +276,7 @@ class BaseOptimizer(Optimizer, ABC):
                 table.bind(on_host=on_host)
         if compiling:  # reading self.state would add guards and recompile
             return
-        scalars = self.state.get(self._keeper, {}).get("scalars")
+        scalars = self.state.get(self._state_owner, {}).get("scalars")
         if scalars is None:
             raise RuntimeError(
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
@@ -286,7 +285,7 @@ class BaseOptimizer(Optimizer, ABC):
         if (
             scalars is not self._shared_state  # Lightning copies dictionaries
             or self._ids() != self._known_ids
-            or self._shared_table.tensor.device != self._keeper.device
+            or self._shared_table.tensor.device != self._state_owner.device
         ):
             self._shared_state = scalars
             self._adopt_parameters()
@@ -299,7 +298,7 @@ class BaseOptimizer(Optimizer, ABC):
         """
         self._refresh()
         frozen = [info for info in self._active if not info.p.requires_grad]
-        if frozen or any(p.requires_grad for p in self._idle):
+        if frozen or any(p.requires_grad for p in self._frozen):
             for info in frozen:
                 self._release(info)
                 self._tensor_table.reset(info.index)
@@ -437,8 +436,9 @@ class BaseOptimizer(Optimizer, ABC):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("_check_finite", "_shared_state", "generation", "_skips_reported")
-        attributes = {k: v for k, v in vars(self).items() if k in (*names, *self._attributes)}
+        names = ["_check_finite", "_shared_state", "generation", "_skips_reported"]
+        names += self._copied_names
+        attributes = {k: v for k, v in vars(self).items() if k in names}
         return super().__getstate__() | attributes
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -102,7 +102,7 @@ class SampledCoordinates:
         shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape) or (1,)
         sampled = np.arange(0, size, sample_stride(size))
         here, places = np.full(len(sampled), True), []
-        for coordinate, held in zip(np.unravel_index(sampled, shape), _held(p, shape)):
+        for coordinate, held in zip(np.unravel_index(sampled, shape), _local_ranges(p, shape)):
             here &= (held.start <= coordinate) & (coordinate < held.stop)
             places.append(coordinate - held.start)
         (in_whole,) = here.nonzero()
@@ -110,7 +110,7 @@ class SampledCoordinates:
         index = np.sum([place[here] * step for place, step in zip(places, steps)], axis=0)
         ascending = index.argsort()
         index_here, places_here = index[ascending], in_whole[ascending]
-        uploaded = _uploaded(index_here, x), _uploaded(places_here, x)
+        uploaded = _index_on_device(index_here, x), _index_on_device(places_here, x)
         return cls(size, len(sampled), len(index_here), *uploaded)
 
     def store(self, x: Tensor, whole: Tensor, process_groups: ProcessGroups) -> None:
@@ -124,7 +124,7 @@ def _real_size(p: Tensor) -> int:
     return p.numel() * (2 if p.is_complex() else 1)
 
 
-def _held(p: Tensor, shape: tuple[int, ...]) -> list[range]:
+def _local_ranges(p: Tensor, shape: tuple[int, ...]) -> list[range]:
     """Return which indices of each dimension of p, whose shape in reals is given, are here."""
     held = [range(size) for size in shape]
     if not is_dtensor(p):
@@ -148,7 +148,7 @@ def _held(p: Tensor, shape: tuple[int, ...]) -> list[range]:
     return held
 
 
-def _uploaded(index: np.ndarray, x: Tensor) -> Tensor:
+def _index_on_device(index: np.ndarray, x: Tensor) -> Tensor:
     """Return an index on the device of x. Of a small tensor it is 0, 1, ...: these share one."""
     n = len(index)
     if np.array_equal(index, np.arange(n)) and not torch._C._len_torch_dispatch_stack():

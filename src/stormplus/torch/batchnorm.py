@@ -45,7 +45,7 @@ def recalibrate(
     norms = [m for m, _ in modes if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
         return
-    momenta, before = [norm.momentum for norm in norms], RunningStatistics(nn.ModuleList(norms))
+    momenta, before = [norm.momentum for norm in norms], BufferSnapshot(nn.ModuleList(norms))
     evaluate, count = evaluate or partial(_evaluate, model), 0
     try:
         for module, _ in modes:
@@ -89,7 +89,7 @@ def _evaluate(model: nn.Module, batch: Any) -> None:
         model(batch)
 
 
-class RunningStatistics:
+class BufferSnapshot:
     """A snapshot of a model's buffers, to restore them."""
 
     def __init__(self, model: nn.Module | None) -> None:

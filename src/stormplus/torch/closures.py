@@ -14,7 +14,7 @@ from stormplus.torch._checks import parameter_name
 from stormplus.torch._rng import pair_lock
 from stormplus.torch._sharding import local
 from stormplus.torch._tensors import accumulator_dtype
-from stormplus.torch.batchnorm import RunningStatistics
+from stormplus.torch.batchnorm import BufferSnapshot
 from stormplus.torch.storm import PairedOptimizer
 
 
@@ -50,7 +50,7 @@ class same_sample:
 
         def evaluate() -> Any:
             hooks.close()  # left by an evaluation without a step
-            statistics = RunningStatistics(self._model)
+            statistics = BufferSnapshot(self._model)
             counts = not opt.started or opt.pending  # the sample's last evaluation
             try:
                 loss = closure()
@@ -83,7 +83,7 @@ class same_sample:
             if opt.pending and opt.replays_rng and opt.pending_streams is not None:
                 self._streams = opt.pending_streams
                 self._streams.rewind()
-            self._statistics = RunningStatistics(self._model)
+            self._statistics = BufferSnapshot(self._model)
             held.callback(opt.register_pass_hook(self._around).remove)
             self._held = held.pop_all()
         return self
@@ -148,7 +148,7 @@ def scaled_step(
     _require_pairs(opt, "scaled_step", "scaler.step(opt)")
     if opt.pending:  # an earlier call was interrupted, and its sample is gone
         opt.restart()
-    gradients = _ScaledGradients(opt)
+    gradients = _OverflowProbe(opt)
 
     def evaluate() -> tuple[Any, bool]:
         loss = torch.enable_grad()(closure)()
@@ -181,7 +181,7 @@ def scaled_step(
     return loss
 
 
-class _ScaledGradients:
+class _OverflowProbe:
     """Stands in for an optimizer, so that a `GradScaler` says if the gradients overflowed."""
 
     overflow: Any = False

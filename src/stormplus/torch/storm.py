@@ -95,7 +95,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         "skipped": 0.0,  # on a device: how many were skipped
     }
     _buffer_names = ("estimator",)
-    _attributes = ("rule", "_unit", "_replay_rng")
+    _copied_names = ("rule", "_unit", "_replay_rng")
 
     def __init__(
         self,
@@ -136,7 +136,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if not self._trainer_checked:
             check_trainer(self)
             self._trainer_checked = True
-        if self._keeper.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._state_owner.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot call a closure: capture move() and estimate()")
         evaluate = torch.enable_grad()(closure)
         with self.lock():
@@ -181,7 +181,9 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             if group.param_group["decoupled_weight_decay"]:
                 _decay_decoupled(group, lr * eta * group.param_group["weight_decay"], skip)
             alpha = lr * eta_over_unit
-            group.kernels.move(group, _on(alpha, group.device), _on(skip, group.device))
+            group.kernels.move(
+                group, _to_device(alpha, group.device), _to_device(skip, group.device)
+            )
         # The second evaluation must not use weights that autocast has cast before the move.
         torch.clear_autocast_cache()
         self._shared_state["phase"] = PENDING
@@ -202,10 +204,10 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         for group in groups:  # Alg. 1, line 6, or line 1
             squares = group.kernels.estimate(
                 group,
-                _on(one_minus_a, group.device),
+                _to_device(one_minus_a, group.device),
                 first=phase == START or group.is_new,
                 finite_only=self._check_finite,
-                skip=_on(skip, group.device),
+                skip=_to_device(skip, group.device),
             )
             norms.append((group.process_groups, squares))
         totals = self._total(norms, agree=self._check_finite)
@@ -433,7 +435,7 @@ def _decay_decoupled(group: TensorGroup, decay: Number, skip: Tensor | None) -> 
     torch._foreach_sub_(group.params, decayed)
 
 
-def _on(number: Number | None, device: torch.device) -> Any:
+def _to_device(number: Number | None, device: torch.device) -> Any:
     if not isinstance(number, Tensor):
         return number
     return number.to(device, non_blocking=device.type != "cpu")  # a CPU could read it too early

@@ -89,7 +89,7 @@ class Untuned(AveragedOptimizer):
         "natural_scale": 1.0,
     }
     _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
-    _attributes = ("_state_dtype", "_compared", "_lr_checked")
+    _copied_names = ("_state_dtype", "_compared", "_lr_checked")
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` around step()
 
     @without_lr
@@ -165,8 +165,8 @@ class Untuned(AveragedOptimizer):
             eta = rule.next_step_size(scalars, xp)
             skip = self._check_parameters(rows["displacement"] + eta, present, skip)
             coefficients = self._coefficients(scalars, eta, options, grad_scale)
-            u_sq, moved_sq = self._run_passes(groups, coefficients, skip)
-            displacement = (moved_sq / rows["sample_count"]) ** 0.5
+            u_sq, displacement_sq = self._run_passes(groups, coefficients, skip)
+            displacement = (displacement_sq / rows["sample_count"]) ** 0.5
             if present is not None:
                 displacement = xp.where(present, displacement, rows["displacement"])
             new = rule.after_step(
@@ -224,8 +224,8 @@ class Untuned(AveragedOptimizer):
             if mask is not None or not table.on_host:
                 sums = table.scatter(sums, group.indices)
             parts.append((group.process_groups, sums))
-        u_sq, moved_sq = self._total(parts)
-        return u_sq, moved_sq
+        u_sq, displacement_sq = self._total(parts)
+        return u_sq, displacement_sq
 
     def _skip_flag(self, groups: list[TensorGroup]) -> tuple[Tensor | None, Any]:
         """Return whether to skip the step (None: no), and the factor by which gradients are scaled.
@@ -287,7 +287,7 @@ class Untuned(AveragedOptimizer):
             )
             table.options |= {"values": options, "key": key}
         for group in self.param_groups:
-            if _on_device(group["lr"]):  # it multiplies there
+            if _is_on_device(group["lr"]):  # it multiplies there
                 _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])
                 scaled = group["lr"].to(options.lr, non_blocking=True) * options.lr
                 lr = scaled if mask is None else torch.where(mask, scaled, options.lr)
@@ -316,10 +316,10 @@ class Untuned(AveragedOptimizer):
 
 def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
     """Return lr (1 if it is on a device), factor, weight decay and sign."""
-    lr = 1.0 if _on_device(group["lr"]) else float(group["lr"])
+    lr = 1.0 if _is_on_device(group["lr"]) else float(group["lr"])
     sign = -1.0 if group["maximize"] else 1.0
     return lr, float(group["factor"]), float(group["weight_decay"]), sign
 
 
-def _on_device(lr: Any) -> bool:
+def _is_on_device(lr: Any) -> bool:
     return isinstance(lr, Tensor) and lr.device.type != "cpu"

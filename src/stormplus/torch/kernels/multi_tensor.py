@@ -39,7 +39,7 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
         lists = part.params, part.estimators
         x, d, g = rows.gather(*lists, part.grads)
         g_tilde = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
-        rows.scatter(lists, (x, d), plain.moved(x, g_tilde, d, alpha), skip)
+        rows.scatter(lists, (x, d), plain.moved_x_and_d(x, g_tilde, d, alpha), skip)
 
 
 def estimate(
@@ -52,7 +52,7 @@ def estimate(
         gradient = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
         new = plain.estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
         rows.scatter([part.estimators], [d], [new], skip)
-        norms.append((plain.square_norm(gradient), plain.square_norm(new)))
+        norms.append((plain.squared_norm(gradient), plain.squared_norm(new)))
     g_sq, d_sq = (reduce(torch.add, squares) for squares in zip(*norms))
     return g_sq, d_sq
 
@@ -85,8 +85,10 @@ def untuned_step(
         u_sq.index_add_(0, rows.owner, u.square().sum(1, dtype=wide))
         sums.append((u_sq, rows.squared_displacements(part, y, e)))
         done += len(part.params)
-    u_sq, moved_sq = sums[0] if len(sums) == 1 else (torch.cat(parts) for parts in zip(*sums))
-    return u_sq, moved_sq
+    u_sq, displacement_sq = (
+        sums[0] if len(sums) == 1 else (torch.cat(parts) for parts in zip(*sums))
+    )
+    return u_sq, displacement_sq
 
 
 class _Rows:

@@ -335,17 +335,17 @@ INLINE WIDE NAME(update)(const Tensor t, const Coefficients k, int64_t start, in
 INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, Dtype state, Dtype dtype) {
     const int64_t first = first_sample(&t, chunk->start), end = first_sample(&t, chunk->stop);
     const WIDE *z_1 = t.initial_sample, *master = t.master;
-    double moved_sq = 0;
-#pragma omp simd reduction(+ : moved_sq)
+    double displacement_sq = 0;
+#pragma omp simd reduction(+ : displacement_sq)
     for (int64_t k = first; k < end; k++) {
         int64_t i = t.index[k];
         WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
         /* A half-precision y can be infinite where its master is not. */
         if (dtype == BF16 || dtype == F16) y = master[i] + 0 * y;
         double moved = (double)(y + (WIDE)B * e - z_1[t.in_whole[k]]);
-        moved_sq += moved * moved;
+        displacement_sq += moved * moved;
     }
-    return moved_sq;
+    return displacement_sq;
 }
 
 INLINE void NAME(untuned_chunk)(const Arguments *args, Chunk *chunk, int decays, Dtype state,

@@ -42,10 +42,10 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
             g_tilde = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
-            _write((x, d), moved(x, g_tilde, d, alpha), skip)
+            _write((x, d), moved_x_and_d(x, g_tilde, d, alpha), skip)
 
 
-def moved(x: Tensor, g_tilde: Tensor, d: Tensor, alpha: Number) -> tuple[Tensor, Tensor]:
+def moved_x_and_d(x: Tensor, g_tilde: Tensor, d: Tensor, alpha: Number) -> tuple[Tensor, Tensor]:
     """Return the new x and d, in the dtype of d."""
     return x.to(d.dtype) - alpha * d, d - g_tilde  # Alg. 1, line 4, and the bracket of line 6
 
@@ -65,8 +65,8 @@ def estimate(
             gradient = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
             new = estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
             _write((d,), (new,), skip)
-            g_sq += square_norm(gradient)
-            d_sq += square_norm(new)
+            g_sq += squared_norm(gradient)
+            d_sq += squared_norm(new)
     return g_sq, d_sq
 
 
@@ -133,9 +133,9 @@ def untuned_step(
         _write((x, old_e, old_s), (y, e, s), skip)  # half-precision x is rounded once, at the end
         if master is not None:
             _write((master,), (y,), skip)
-        sums.append((square_norm(u), squared_displacement(group, i)))
-    u_sq, moved_sq = map(torch.stack, zip(*sums))
-    return u_sq, moved_sq
+        sums.append((squared_norm(u), squared_displacement(group, i)))
+    u_sq, displacement_sq = map(torch.stack, zip(*sums))
+    return u_sq, displacement_sq
 
 
 def untuned_update(
@@ -160,7 +160,7 @@ def squared_displacement(group: TensorGroup, i: int) -> Tensor:
     lists = [group.params, group.z_minus_x, *([group.masters] if group.masters else [])]
     x, e, *master = (tensors[i].reshape(-1)[sampled.index] for tensors in lists)
     y, z_1 = full_precision(x, *master), group.initial_sample[i][sampled.in_whole]
-    return square_norm(y + INTERPOLATION * e.to(y.dtype) - z_1)
+    return squared_norm(y + INTERPOLATION * e.to(y.dtype) - z_1)
 
 
 # -- elementwise ---------------------------------------------------------------------------------
@@ -186,7 +186,7 @@ def finite_part(t: Tensor) -> Tensor:
     return torch.nan_to_num(t, nan=0.0, posinf=0.0, neginf=0.0)
 
 
-def square_norm(t: Tensor) -> Tensor:
+def squared_norm(t: Tensor) -> Tensor:
     """Return |t|^2; in float32 it would lose digits, and overflow from 1e19 on."""
 
     def square(piece: Tensor) -> Tensor:

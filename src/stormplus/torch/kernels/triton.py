@@ -85,14 +85,19 @@ def untuned_step(
         counts=[sampled.count_here for sampled in group.coordinates],
     )
     chunk_u_sq = _empty_sums(group, len(tables["chunks"]))
-    u_sq, moved_sq = _empty_sums(group, 2, len(params)).unbind()
+    u_sq, displacement_sq = _empty_sums(group, 2, len(params)).unbind()
     arguments = tables | {k: row.contiguous() for k, row in coefficients._asdict().items()}
-    arguments |= {"chunk_u_sq": chunk_u_sq, "u_sq": u_sq, "moved_sq": moved_sq, "skip": skip}
+    arguments |= {
+        "chunk_u_sq": chunk_u_sq,
+        "u_sq": u_sq,
+        "displacement_sq": displacement_sq,
+        "skip": skip,
+    }
     arguments |= {"HAS_MASTER": bool(group.masters), "B": INTERPOLATION}
     _launch("untuned_kernel", len(tables["chunks"]), **arguments)
     _launch("measure_kernel", len(params), **arguments)
     _increment_version(params)  # autograd has not seen the writes
-    return u_sq, moved_sq
+    return u_sq, displacement_sq
 
 
 def _pair_tables(group: TensorGroup) -> dict[str, Any]:
@@ -106,7 +111,7 @@ def _empty_sums(group: TensorGroup, *shape: int) -> Tensor:
 
 # -- launching -------------------------------------------------------------------------------------
 
-_kept_for_replays: list[object] = []
+_captured_uploads: list[object] = []
 
 
 def _tables(**lists: Sequence[Any]) -> dict[str, Any]:
@@ -127,26 +132,28 @@ def _tables(**lists: Sequence[Any]) -> dict[str, Any]:
             rows[name] = list(values)
     addresses = [row for name, row in rows.items() if name.endswith("_table")]
     rows["aligned"] = [all(p % 16 == 0 for p in pointers) for pointers in zip(*addresses)]
-    numbers = _on_device(device, tuple(chain(*rows.values())), False)
+    numbers = _upload(device, tuple(chain(*rows.values())), False)
     tables |= zip(rows, numbers.view(len(rows), -1))
-    split = _on_device(device, sizes, True)
+    split = _upload(device, sizes, True)
     tables["chunks"] = split[: -len(sizes) - 1].view(-1, 3)
     tables["first_chunks"] = split[-len(sizes) - 1 :]
     return tables
 
 
-def _on_device(device: torch.device, numbers: tuple[int, ...], split: bool) -> Tensor:
+def _upload(device: torch.device, numbers: tuple[int, ...], split: bool) -> Tensor:
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
-        return _uploaded(device, numbers, split)[1]
+        return _uploaded_once(device, numbers, split)[1]
     # A captured copy runs at each replay, and not before. It reads the pinned memory again, which
     # must stay as it is until then; and outside the graph its result cannot be relied on.
-    uploaded = _uploaded.__wrapped__(device, numbers, split)
-    _kept_for_replays.append(uploaded)
+    uploaded = _uploaded_once.__wrapped__(device, numbers, split)
+    _captured_uploads.append(uploaded)
     return uploaded[1]
 
 
 @lru_cache(maxsize=32)
-def _uploaded(device: torch.device, numbers: tuple[int, ...], split: bool) -> tuple[Tensor, Tensor]:
+def _uploaded_once(
+    device: torch.device, numbers: tuple[int, ...], split: bool
+) -> tuple[Tensor, Tensor]:
     """Return numbers, or the chunks of tensors with these sizes, on the host and on the device."""
     if split:
         starts = [(i, start) for i, n in enumerate(numbers) for start in range(0, n, _CHUNK)]

@@ -203,8 +203,8 @@ def untuned_kernel(
 @triton.jit
 def measure_kernel(
     x_table, e_table, master_table, z_1_table, index_table, in_whole_table, counts, first_chunks,
-    chunk_u_sq, u_sq, moved_sq, x_like, e_like, master_like, z_1_like, index_like, in_whole_like,
-    HAS_MASTER: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
+    chunk_u_sq, u_sq, displacement_sq, x_like, e_like, master_like, z_1_like, index_like,
+    in_whole_like, HAS_MASTER: tl.constexpr, B: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Sum u^2 over the chunks of a tensor, and (z - z_1)^2 over its sample."""
     i = tl.program_id(0)
@@ -221,7 +221,7 @@ def measure_kernel(
     index = _pointer(index_table + i, index_like, True)
     in_whole = _pointer(in_whole_table + i, in_whole_like, True)
     stop = tl.load(counts + i)
-    sums = tl.zeros((BLOCK,), moved_sq.dtype.element_ty)
+    sums = tl.zeros((BLOCK,), displacement_sq.dtype.element_ty)
     for block in range(0, stop, BLOCK):
         k = block + tl.arange(0, BLOCK)
         mask = k < stop
@@ -229,4 +229,4 @@ def measure_kernel(
         y = _load_y(x, master, at, mask, HAS_MASTER)
         z = y + B * tl.load(e + at, mask).to(tl.float32)
         sums = _add_squares(sums, z - tl.load(z_1 + place, mask), mask)
-    tl.store(moved_sq + i, tl.sum(sums, 0))
+    tl.store(displacement_sq + i, tl.sum(sums, 0))
