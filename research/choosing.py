@@ -8,14 +8,13 @@ Every run takes the same number of gradient evaluations, in batches of 64. Adam 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from common import COLOURS, DOCS, WIDTH, load, save, versions
+from common import COLOURS, DOCS, WIDTH, load, parser, save, versions
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -100,7 +99,7 @@ def run(
         return F.cross_entropy(model(images), labels).item(), first
 
 
-def measure(wanted: list[str]) -> dict[str, Any]:
+def measure(wanted: str | None) -> dict[str, Any]:
     torch.set_num_threads(1)
     pixels, targets = load_digits(return_X_y=True)
     images = torch.tensor(pixels / 16, dtype=torch.float32).view(-1, 1, 8, 8)
@@ -108,7 +107,7 @@ def measure(wanted: list[str]) -> dict[str, Any]:
     numbers = load("choosing.json")
     numbers |= {"evaluations": EVALUATIONS, "batch": BATCH, "seeds": list(SEEDS)}
     for title, build in MODELS.items():
-        if wanted and build.__name__ not in wanted:
+        if wanted not in (None, build.__name__):
             continue
         table: dict[str, dict[str, float]] = {}
         for name, (method, rates) in METHODS.items():
@@ -145,11 +144,14 @@ def draw(numbers: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    if "--draw-only" not in sys.argv:
-        save("choosing.json", measure(sys.argv[1:]))
-    numbers = load("choosing.json")
-    if all(title in numbers for title in MODELS):
-        draw(numbers)
+    options = parser(__doc__)
+    names = [build.__name__ for build in MODELS.values()]
+    options.add_argument("model", nargs="?", choices=names)
+    options.add_argument("--draw-only", action="store_true")
+    given = options.parse_args()
+    if not given.draw_only:
+        save("choosing.json", measure(given.model))
+    draw(load("choosing.json"))
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""What the research scripts share: paths, versions, colours, and JSON files."""
+"""What the research scripts share: arguments, paths, versions, colours, and JSON files."""
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 from pathlib import Path
@@ -19,6 +20,12 @@ COLOURS = {
     "AdaGrad-norm": "#b08968",
     "Adam": "#1971c2",
 }
+
+
+def parser(doc: str) -> argparse.ArgumentParser:
+    """Return a parser whose help is the script's docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(description=doc, formatter_class=raw)
 
 
 def versions() -> dict[str, str]:

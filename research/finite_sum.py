@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from common import COLOURS, DOCS, WIDTH, save, versions
+from common import COLOURS, DOCS, WIDTH, parser, save, versions
 from matplotlib.figure import Figure
 
 from stormplus import minimize
@@ -116,4 +116,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

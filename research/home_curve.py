@@ -13,7 +13,7 @@ import json
 from typing import Any
 
 import numpy as np
-from common import DOCS, WIDTH
+from common import DOCS, WIDTH, parser
 from matplotlib.figure import Figure
 
 WORKLOAD = "gpt-shakespeare"
@@ -52,4 +52,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

@@ -13,7 +13,6 @@ docs/results/rates_summary.json when it ends; a million samples take one to two 
 
 from __future__ import annotations
 
-import argparse
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -21,7 +20,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from common import COLOURS, DOCS, WIDTH, load, save, versions
+from common import COLOURS, DOCS, WIDTH, load, parser, save, versions
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -357,20 +356,20 @@ def draw(results: dict[str, Any], plan: Plan) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}")
-    parser.add_argument("--quick", action="store_true", help="T to 3,000, 6 seeds; writes nothing")
-    options = parser.parse_args()
-    if unknown := set(options.methods) - set(METHODS):
-        parser.error(f"unknown methods {', '.join(sorted(unknown))}")
-    plan, results = (QUICK, {}) if options.quick else (FULL, load(RESULT))
-    for name in options.methods or [name for name in METHODS if name not in results]:
+    options = parser(__doc__)
+    options.add_argument("methods", nargs="*", help=f"of {', '.join(METHODS)}")
+    options.add_argument("--quick", action="store_true")
+    given = options.parse_args()
+    if unknown := set(given.methods) - set(METHODS):
+        options.error(f"unknown methods {', '.join(sorted(unknown))}")
+    plan, results = (QUICK, {}) if given.quick else (FULL, load(RESULT))
+    for name in given.methods or [name for name in METHODS if name not in results]:
         results[name] = summarise(name, plan)
         print(name, results[name]["seconds"], "s", flush=True)
-        if not options.quick:
+        if not given.quick:
             save(RESULT, {key: results[key] for key in METHODS if key in results})
     print(table(results, plan))
-    if not options.quick:
+    if not given.quick:
         draw(results, plan)
 
 

@@ -18,12 +18,11 @@ Writes docs/results/units.json and docs/figures/units.png; a minute each.
 from __future__ import annotations
 
 import math
-import sys
 from functools import partial
 from typing import Any
 
 import numpy as np
-from common import DOCS, WIDTH, load, save, versions
+from common import DOCS, WIDTH, load, parser, save, versions
 from matplotlib.figure import Figure
 from rates import corrected_momentum, measure
 from scipy.optimize import minimize as scipy_minimize
@@ -167,12 +166,13 @@ def draw(found: dict[str, Any]) -> None:
 
 
 def main() -> None:
-    found, parts = load("units.json"), sys.argv[1:] or ["kappa", "map"]
-    for part in parts:
-        found[part] = {"kappa": kappa, "map": maps}[part]()
+    options, parts = parser(__doc__), {"kappa": kappa, "map": maps}
+    options.add_argument("part", nargs="?", choices=parts)
+    wanted, found = options.parse_args().part, load("units.json")
+    for part in [wanted] if wanted else parts:
+        found[part] = parts[part]()
         save("units.json", found | {"versions": versions()})
-    if "map" in found:
-        draw(found["map"])
+    draw(found["map"])
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ research/results/untuned_ablation.jsonl; research/untuned_study.py makes their t
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from common import parser
 
 from stormplus import Untuned, untuned_rule
 from stormplus_bench.train import catalogue
@@ -132,4 +132,6 @@ def main(seeds: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(seed) for seed in sys.argv[1:]])
+    options = parser(__doc__)
+    options.add_argument("seeds", nargs="+", type=int)
+    main(options.parse_args().seeds)

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from common import parser
 from prodigyopt import Prodigy
 from torch import Tensor, nn
 
@@ -105,9 +106,12 @@ def stepper(method: str, training: Training) -> Stepper:
     return Scheduled(torch.optim.AdamW(training.parameters, lr=float(method)), budget, 0.05)
 
 
+WORKLOADS = {"gpt-python": gpt_python, "crepe-intervals": crepe_intervals}
+
+
 def main(name: str, method: str, seed: int) -> None:
     torch.set_num_threads(1)
-    workload = {"gpt-python": gpt_python, "crepe-intervals": crepe_intervals}[name]()
+    workload = WORKLOADS[name]()
     workload.fractions = (0, 1)
     training = Training(workload, lambda t: stepper(method, t), seed).finish()
     ends = {key: training.curve[key][-1] for key in ("train_loss", "valid_loss", "valid_accuracy")}
@@ -118,4 +122,8 @@ def main(name: str, method: str, seed: int) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    options = parser(__doc__)
+    options.add_argument("workload", choices=WORKLOADS)
+    options.add_argument("method")
+    options.add_argument("seed", type=int)
+    main(*vars(options.parse_args()).values())

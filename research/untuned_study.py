@@ -9,6 +9,7 @@ docs/results/variants.jsonl.gz and docs/results/options.jsonl.gz.
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 import numpy as np
@@ -137,4 +138,5 @@ def relative_changes(frame: pd.DataFrame, loss: str) -> pd.Series:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     main()

@@ -8,7 +8,7 @@ Writes docs/figures/variance_reduction.png; half a minute.
 from __future__ import annotations
 
 import numpy as np
-from common import DOCS
+from common import DOCS, parser
 
 from stormplus import minimize
 from stormplus.theory import Observer
@@ -29,4 +29,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    parser(__doc__).parse_args()
     main()

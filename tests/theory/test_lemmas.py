@@ -126,13 +126,6 @@ def test_tau_star_grows_like_g_to_the_fourth():
         assert all(inequality.holds(1e-9) for inequality in second)
 
 
-def test_tau_star_needs_gains_that_never_grow():
-    """With gains that may grow, time 1 does not know that tau* is 3: no stopping time."""
-    grad_bound = 2**0.25  # beta = 1/2
-    assert lemmas.tau_star([1.0, 0.1, 0.9, 0.1], grad_bound) == 3
-    assert lemmas.tau_star([1.0, 0.1, 0.09, 0.08], grad_bound) == 1  # the same up to time 1
-
-
 def test_simplified_bounding_b_and_d():
     """Sec. 4.2: t^(2/3) - (t-1)^(2/3) <= 2/3 for t >= 2, and sum a_t <= 4 T^(1/3)."""
     t = np.arange(1, 10_001)

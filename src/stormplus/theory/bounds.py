@@ -158,14 +158,14 @@ def expected_error(
     D = E sum |d_t|^2; and (1/3) E sum |eps_t|^2 <= 24 L^2 / (beta beta~) D^(1/3)
     + 2 C_1 / (beta beta~) + 2 G^2 + (1024 L^3 + 12) (1 + E sum |g_t|^2)^(1/3) + D / 64.
     """
-    threshold = beta(grad_bound)
     d_sum, g_sum = _mean(trace.d for trace in traces), _mean(trace.g for trace in traces)
+    first = 24 * smoothness**2 * d_sum ** (1 / 3) + 2 * (12 + 2 * grad_bound**2)
+    first /= beta(grad_bound)
+    whole = first * inverse_beta_tilde(grad_bound) + 2 * grad_bound**2 + d_sum / 64
+    whole += (1024 * smoothness**3 + 12) * (1 + g_sum) ** (1 / 3)
     early = _mean(t.error[: tau_star(t.gain.tolist(), grad_bound)] for t in traces)
-    both = 24 * smoothness**2 * d_sum ** (1 / 3) + 2 * (12 + 2 * grad_bound**2)
-    right = both * inverse_beta_tilde(grad_bound) / threshold + 2 * grad_bound**2 + d_sum / 64
-    right += (1024 * smoothness**3 + 12) * (1 + g_sum) ** (1 / 3)
     error = _mean(trace.error for trace in traces)
-    return Inequality(early, both / threshold), Inequality(error / 3, right)
+    return Inequality(early, first), Inequality(error / 3, whole)
 
 
 def _mean(parts: Iterable[Array]) -> float:

@@ -25,17 +25,6 @@ class Inequality(NamedTuple):
         return bool(self.left <= self.right + type(self.right)(tolerance) * abs(self.right))
 
 
-def _ratio(numerator: int, denominator: int, like: Number) -> Number:
-    """Return a fraction in the number type of `like`."""
-    kind = type(like)
-    return kind(numerator) / kind(denominator)
-
-
-def _before(terms: Sequence[Number], first: Number) -> list[Number]:
-    """Return first + sum_{j<i} b_j for each i."""
-    return list(accumulate(terms[:-1], initial=first))
-
-
 def technical_1(b: Sequence[Number], p: Number) -> Inequality:
     """Lemma technical-1: sum_i b_i / (sum_{j<=i} b_j)^p <= (sum_i b_i)^(1-p) / (1-p).
 
@@ -57,7 +46,7 @@ def shifted_technical_1(
     It holds with `factor=1` in place of 2: for a decreasing function h and S_i = b_1 + ... + b_i,
     sum_i b_i h(S_{i-1}) - int_0^S h <= sum_i b_i (h(S_{i-1}) - h(S_i)) <= b h(0).
     """
-    left = sum(b_i / s_i**p for b_i, s_i in zip(b, _before(b, first)))
+    left = sum(b_i / s_i**p for b_i, s_i in zip(b, accumulate(b, initial=first)))
     return Inequality(left, max(b) / first**p + factor / (1 - p) * (first + sum(b)) ** (1 - p))
 
 
@@ -67,9 +56,9 @@ def const_sum(a: Sequence[Number], constant: int = 12) -> Inequality:
     It is a right sum of the integral of (1 + s)^(-4/3) over [0, inf), which is 3: the
     statement holds with `constant=3`, and with no smaller one.
     """
-    power = _ratio(4, 3, a[0])
-    left = sum(a_i / (1 + s_i) ** power for a_i, s_i in zip(a, accumulate(a)))
-    return Inequality(left, type(a[0])(constant))
+    one = type(a[0])(1)
+    left = sum(a_i / (1 + s_i) ** (4 * one / 3) for a_i, s_i in zip(a, accumulate(a)))
+    return Inequality(left, constant * one)
 
 
 def const_sum_delayed(a: Sequence[Number], constant: int = 12, multiple: int = 2) -> Inequality:
@@ -77,22 +66,22 @@ def const_sum_delayed(a: Sequence[Number], constant: int = 12, multiple: int = 2
 
     By the argument of `shifted_technical_1` it holds with 3 + a_max (`constant=3, multiple=1`).
     """
-    power, one = _ratio(4, 3, a[0]), type(a[0])(1)
-    left = sum(a_i / s_i**power for a_i, s_i in zip(a, _before(a, one)))
+    one = type(a[0])(1)
+    left = sum(a_i / s_i ** (4 * one / 3) for a_i, s_i in zip(a, accumulate(a, initial=one)))
     return Inequality(left, constant + multiple * max(a))
 
 
 def young(a: Number, b: Number, rho: Number) -> Inequality:
     """Eq. (YoungsIneqVersion): a^(2/9) b^(1/3) <= (2/3) a^(1/3) rho^(3/2) + b / (3 rho^3)."""
-    third = _ratio(1, 3, a)
-    left = a ** _ratio(2, 9, a) * b**third
-    return Inequality(left, 2 * third * a**third * rho ** _ratio(3, 2, a) + b / (3 * rho**3))
+    one = type(a)(1)
+    left = a ** (2 * one / 9) * b ** (one / 3)
+    return Inequality(left, 2 * a ** (one / 3) * rho ** (3 * one / 2) / 3 + b / (3 * rho**3))
 
 
 def gains(g_sq: Sequence[Number]) -> list[Number]:
     """Return a_1, ..., a_{T+1} of STORM+ for squared gradient norms |g_1|^2, ..., |g_T|^2."""
-    power = -_ratio(2, 3, g_sq[0])
-    return [total**power for total in accumulate(g_sq, initial=type(g_sq[0])(1))]
+    one = type(g_sq[0])(1)
+    return [total ** (-2 * one / 3) for total in accumulate(g_sq, initial=one)]
 
 
 def beta(grad_bound: Number) -> Number:
@@ -102,8 +91,8 @@ def beta(grad_bound: Number) -> Number:
 
 def inverse_beta_tilde(grad_bound: Number) -> Number:
     """Return 1/beta~ = (1/beta^(3/2) + G^2)^(2/3)."""
-    power = _ratio(3, 2, grad_bound)
-    return (beta(grad_bound) ** -power + grad_bound**2) ** _ratio(2, 3, grad_bound)
+    one = type(grad_bound)(1)
+    return (beta(grad_bound) ** (-3 * one / 2) + grad_bound**2) ** (2 * one / 3)
 
 
 def tau_star(a: Sequence[Number], grad_bound: Number) -> int:
@@ -125,5 +114,6 @@ def ats_tau_star(
     a = gains(g_sq)  # a_{t+1} is a[t]
     last, inverse = tau_star(a, grad_bound), inverse_beta_tilde(grad_bound)
     first_part = [Inequality(1 / a[t], inverse) for t in range(1, last + 1)]
-    later, rise = range(last + 1, len(a)), _ratio(2, 3, grad_bound)
+    rise = 2 * type(grad_bound)(1) / 3
+    later = range(last + 1, len(a))
     return first_part, [Inequality(1 / a[t] - 1 / a[t - 1], rise) for t in later]

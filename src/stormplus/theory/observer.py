@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     Vectors: TypeAlias = dict[Tensor, Tensor]  # by parameter
 
 REPORTED = ("gain", "step_size", "grad_norm", "estimator_norm")
+STYLES = {"csv": ("", ",", ""), "markdown": ("| ", " | ", " |"), "latex": ("", " & ", r" \\")}
 PANELS = {
     "gain and step size": {"gain": "$a_{t+1}$", "step_size": r"$\eta_t$"},
     "norms": {"grad_norm": "$|g_t|$", "estimator_norm": "$|d_t|$"},
@@ -116,18 +117,19 @@ class Observer:
             columns: Names of the columns; by default all, in the order of the last row.
         """
         self._check_rows()
+        if style not in STYLES:
+            raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
         names = list(columns or self.latest)
         digits = "" if style == "csv" else ".4g"
-        cells = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
-        if style == "csv":
-            return _lines("", ",", "", [names, *cells])
+        rows = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
         if style == "markdown":
-            return _lines("| ", " | ", " |", [names, ["---"] * len(names), *cells])
+            rows = [["---"] * len(names), *rows]
+        head = [name.replace("_", r"\_") for name in names] if style == "latex" else names
+        begin, between, end = STYLES[style]
+        lines = [f"{begin}{between.join(row)}{end}" for row in [head, *rows]]
         if style == "latex":
-            head = [name.replace("_", r"\_") for name in names]
-            body = _lines("", " & ", r" \\", [head, *cells])
-            return f"\\begin{{tabular}}{{{'r' * len(names)}}}\n{body}\\end{{tabular}}\n"
-        raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
+            lines = [rf"\begin{{tabular}}{{{'r' * len(names)}}}", *lines, r"\end{tabular}"]
+        return "\n".join(lines) + "\n"
 
     def _check_rows(self) -> None:
         if not self.rows:
@@ -228,25 +230,22 @@ class Attachment(AbstractContextManager["Attachment"]):
 
     def __init__(self, observer: Observer, optimizer: PairedOptimizer) -> None:
         self.observer, self.optimizer = observer, optimizer
-        self._g: Vectors = {}  # g_t
-        self._drop_pair()
+        self._forget()
         self._handle = optimizer.register_pass_hook(self._on_pass)
 
     def close(self) -> None:
         """Stop recording. A second call does nothing."""
         self._handle.remove()
-        self._g = {}
-        self._drop_pair()
+        self._forget()
         if self.observer._attachment is self:
             self.observer._attachment = None
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _drop_pair(self) -> None:
-        self._x: Vectors = {}  # x_t
-        self._g_tilde: Vectors = {}
-        self._pair: dict[str, float] | None = None
+    def _forget(self) -> None:
+        self._g: Vectors = {}  # g_t
+        self._moved: tuple[Vectors, Vectors, dict[str, float]] | None = None  # x_t, g~_t, distances
 
     def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
         import torch
@@ -257,27 +256,26 @@ class Attachment(AbstractContextManager["Attachment"]):
             elif when == "after_estimate":
                 self._after_estimate()
             elif when == "restarted":  # the next sample has one gradient
-                self._g = {}
-                self._drop_pair()
-            elif when in ("failed", "before_estimate") and not optimizer.pending:
-                self._drop_pair()  # nothing has moved
+                self._forget()
+            elif not optimizer.pending:  # nothing has moved
+                self._moved = None
 
     def _before_move(self) -> None:
-        d, self._g_tilde = self._estimators(), self._gradients()
-        self._x = {p: p.detach().clone() for p in d}
         if self._g:  # otherwise attached halfway: no g_t yet
-            self._pair = {
-                "innovation_sq": _square_distance(d, self._g_tilde),
-                "two_sample_sq": _square_distance(self._g, self._g_tilde),
+            d, g_tilde = self._estimators(), self._gradients()
+            distances = {
+                "innovation_sq": _square_distance(d, g_tilde),
+                "two_sample_sq": _square_distance(self._g, g_tilde),
             }
+            self._moved = {p: p.detach().clone() for p in d}, g_tilde, distances
 
     def _after_estimate(self) -> None:
-        g, pair = self._gradients(), self._pair
-        if pair is not None:
-            pair["move_sq"] = _square_distance({p: p.detach() for p in self._x}, self._x)
-            pair["drift_sq"] = _square_distance(g, self._g_tilde)
-        self._g = g
-        self._drop_pair()
+        g, pair = self._gradients(), None
+        if self._moved is not None:
+            x_old, g_tilde, pair = self._moved
+            pair["move_sq"] = _square_distance({p: p.detach() for p in x_old}, x_old)
+            pair["drift_sq"] = _square_distance(g, g_tilde)
+        self._g, self._moved = g, None
         seen = self.optimizer.diagnostics()
         step, errors = int(seen["step"]), {}
         if self.observer.full_grad is not None and self.observer._due(step):
@@ -318,10 +316,6 @@ def _square_distance(left: Vectors, right: Vectors) -> float:
     both = [p for p in left if p in right]
     norms = [torch.linalg.vector_norm(left[p] - right[p], dtype=torch.float64) for p in both]
     return float(torch.stack(norms).square().sum()) if norms else 0.0
-
-
-def _lines(begin: str, between: str, end: str, rows: list[list[str]]) -> str:
-    return "".join(f"{begin}{between.join(row)}{end}\n" for row in rows)
 
 
 def _flat(x: Any) -> Array:

@@ -46,9 +46,8 @@ class CountedGradients:
     step_size: float | None = None
     spent: int = 0
 
-    @property
-    def n(self) -> int:
-        return self.problem.n_samples
+    def __post_init__(self) -> None:
+        self.n = self.problem.n_samples
 
     def draw(self, size: int) -> Indices:
         return self.problem.sample(self.rng, size)
@@ -60,7 +59,7 @@ class CountedGradients:
         return self.problem.grad(x, xi)
 
     def full(self, x: Array) -> Array:
-        return self.grad(x, np.arange(self.n))
+        return self.grad(x, self.problem.everything)
 
     def difference(self, x: Array, other: Array, xi: Indices) -> Array:
         """Return g_S(x) - g_S(other): two gradients per data point, or none."""

@@ -37,6 +37,7 @@ class Objective(ABC):
     dim: int  # the number of unknowns; x is a vector
     constants: Constants
     data: Mapping[str, NDArray[Any]]  # the arrays that the loss reads
+    everything: Any  # the xi with f(x; xi) = f(x)
 
     @abstractmethod
     def sample(self, rng: np.random.Generator) -> Any:
@@ -51,20 +52,20 @@ class Objective(ABC):
         """Return the gradient of f(.; xi) at x."""
 
     @abstractmethod
-    def full_grad(self, x: Array) -> Array:
-        """Return the exact gradient of f at x."""
-
-    @abstractmethod
-    def full_value(self, x: Array) -> Any:
-        """Return f(x), exactly."""
-
-    @abstractmethod
     def start(self, rng: np.random.Generator | int = 0) -> Array:
         """Return a point to start from."""
 
     def value(self, x: Array, xi: Any) -> Any:
         """Return f(x; xi), a NumPy number."""
         return self.loss(x, xi, self.data, np)
+
+    def full_grad(self, x: Array) -> Array:
+        """Return the exact gradient of f at x."""
+        return self.grad(x, self.everything)
+
+    def full_value(self, x: Array) -> Any:
+        """Return f(x), exactly."""
+        return self.value(x, self.everything)
 
     def module(self, x: Array | None = None) -> ProblemModule:
         """Return a torch module with the parameter `x`; calling it with xi returns f(x; xi)."""
@@ -83,14 +84,8 @@ class FiniteSum(Objective):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.n_samples, self.dim, self.batch_size = n_samples, dim, batch_size
-        self.data, self.constants = data, Constants()
+        self.data, self.constants, self.everything = data, Constants(), np.arange(n_samples)
 
     def sample(self, rng: np.random.Generator, size: int | None = None) -> NDArray[np.int64]:
         """Draw `size` indices, by default `batch_size`."""
         return rng.integers(self.n_samples, size=self.batch_size if size is None else size)
-
-    def full_grad(self, x: Array) -> Array:
-        return self.grad(x, np.arange(self.n_samples))
-
-    def full_value(self, x: Array) -> Any:
-        return self.value(x, np.arange(self.n_samples))

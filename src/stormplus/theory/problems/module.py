@@ -14,18 +14,12 @@ with required("torch"):
 
 
 class ProblemModule(torch.nn.Module):
-    """A module with the parameter `x`; calling it with a sample returns the loss.
+    """A module with the parameter `x`, in float64; calling it with a sample returns the loss."""
 
-    Args:
-        problem: Any problem of this package.
-        x: The initial value of the parameter.
-        dtype: Of the parameter and of the problem's data.
-    """
-
-    def __init__(self, problem: Objective, x: Array, dtype: torch.dtype = torch.float64) -> None:
+    def __init__(self, problem: Objective, x: Array) -> None:
         super().__init__()
         self.problem = problem
-        self.x = torch.nn.Parameter(torch.tensor(x, dtype=dtype))
+        self.x = torch.nn.Parameter(torch.tensor(x, dtype=torch.float64))
         for name, array in problem.data.items():
             self.register_buffer(name, self._tensor(array), persistent=False)
 
