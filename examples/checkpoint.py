@@ -1,4 +1,4 @@
-"""Train, be killed at any moment, resume: the end is the same, bit by bit.
+"""Train, be killed at any moment, resume: the end is the same, bit for bit.
 
     python examples/checkpoint.py --out run      # interrupt it, run it again, and again
 

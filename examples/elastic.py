@@ -5,7 +5,7 @@
 
 If a process dies, torchrun starts all of them again; without the first line they may try to
 reach the dead one (pytorch/pytorch#135712). If the machine dies, run the same command
-again. With the same number of processes the final weights are, bit by bit, those
+again. With the same number of processes the final weights are, bit for bit, those
 of a run that was never interrupted.
 """
 

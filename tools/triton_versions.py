@@ -1,6 +1,6 @@
 """Compile the Triton kernels for GPUs with other versions of Triton; nothing is run.
 
-    python tools/triton_versions.py 3.0.0 3.9.0
+    python tools/triton_versions.py 3.0.0 3.7.1 3.9.0
 
 torch 2.4, the oldest that is supported, ships Triton 3.0.0. Each version gets an environment under
 `.versions/`, which has everything else from the environment that runs this.

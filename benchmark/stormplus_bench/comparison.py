@@ -138,7 +138,7 @@ def _seeds(seeds: Any) -> list[int]:
 
 def _methods(methods: Mapping[str, Makes] | Sequence[type]) -> list[Method]:
     if not isinstance(methods, Mapping):
-        if not all(isinstance(made, type) for made in methods):
+        if isinstance(methods, type) or not all(isinstance(made, type) for made in methods):
             raise TypeError(f"methods should be a dict, or a list of classes, got {methods!r}")
         methods = {made.__name__: made for made in methods}
     pairs = {name: made if isinstance(made, tuple) else (made,) for name, made in methods.items()}

@@ -13,6 +13,7 @@ import torch
 import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
+from stormplus.install import BENCH
 from stormplus_bench.cli import did_you_mean
 from stormplus_bench.own import described, read_method, read_workload
 from stormplus_bench.rows import Key
@@ -148,7 +149,7 @@ def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] =
 def _instances(classes: Any) -> Iterator[Any]:
     for instance, installed in _list_parametrized_classes(*classes):
         if not installed:
-            raise ModuleNotFoundError(f"{instance} cannot be imported: pip install stormplus-bench")
+            raise ModuleNotFoundError(f"{instance} cannot be imported: {BENCH}")
         yield instance
 
 

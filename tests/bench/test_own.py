@@ -104,8 +104,9 @@ def test_a_list_of_classes_is_named_by_them(monkeypatch):
     found = compare([Untuned, torch.optim.Adam], progress=False)
     assert set(found.table.index) == {"Untuned", "Adam"}
     assert "Untuned" in repr(found)
-    with pytest.raises(TypeError, match="a dict, or a list of classes"):
-        compare([sgd], line(), progress=False)
+    for wrong in ([sgd], Untuned):
+        with pytest.raises(TypeError, match="a dict, or a list of classes"):
+            compare(wrong, line(), progress=False)
 
 
 def test_a_seed_determines_dropout():
