@@ -388,7 +388,7 @@ class BaseOptimizer(Optimizer, ABC):
     # -- checkpoints and copies ------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a run needs to continue bit by bit."""
+        """Return everything that a run needs to continue bit for bit."""
         self._refresh()
         self._place_state()  # parameters may have been moved, frozen or unfrozen
 
@@ -406,7 +406,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     @outside_inference_mode()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state so that the run continues bit by bit; another optimizer's is rejected."""
+        """Load a state so that the run continues bit for bit; another optimizer's is rejected."""
         saved: State = {}
 
         def check(_: Optimizer, loaded: State) -> None:
