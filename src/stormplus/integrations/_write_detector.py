@@ -37,9 +37,8 @@ def restart_if_written(opt: PairedOptimizer) -> None:
     opt.restart()
     if opt in _restarted:
         raise RuntimeError(
-            "something writes to the parameters at every batch (weight clipping, a projection, "
-            "an average that is swapped in), so that the estimator restarts every time and the "
-            "optimizer never moves. Remove it, constrain the weights inside the model's "
-            "forward, or write once per epoch or less"
+            "something writes to the parameters at every batch (weight clipping, an average that "
+            "is swapped in), so the estimator restarts every time and nothing moves: constrain the "
+            "weights inside the model's forward, or write once per epoch"
         )
     _restarted.add(opt)
