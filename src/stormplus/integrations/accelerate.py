@@ -62,11 +62,10 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
             clip()
             return loss
 
+        if self.scaler is None:
+            return opt.step(same_sample(opt, self.model)(evaluate))
         before = opt.grad_evaluations
-        if self.scaler is not None:
-            loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
-        else:
-            loss = opt.step(same_sample(opt, self.model)(evaluate))
+        loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
         self._is_overflow = before == opt.grad_evaluations  # read by Accelerate's scheduler
         return loss
 

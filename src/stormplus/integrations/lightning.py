@@ -41,7 +41,7 @@ class UntunedCallback(AverageCallback, Callback):
         self._begin(trainer.optimizers, pl_module, "return Untuned from configure_optimizers")
         if _has_swa(trainer):
             raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
-        if self._recalibrate_batches and not pl_module.automatic_optimization:
+        if self._average.recalibrate_batches and not pl_module.automatic_optimization:
             raise ValueError(
                 "recalibrate_batches calls training_step again, which steps with manual "
                 "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
@@ -52,7 +52,7 @@ class UntunedCallback(AverageCallback, Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._average.swap_out()
-        if not self._recalibrate_batches:
+        if not self._average.recalibrate_batches:
             return
         takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         args = (batch, batch_idx) if takes_index else (batch,)
@@ -70,7 +70,8 @@ class UntunedCallback(AverageCallback, Callback):
         self._end()
 
     def on_exception(self, *_: Any) -> None:
-        self._average.swap_in(recalibrated=False)  # other ranks may not get here
+        for opt in self._average.optimizers:
+            opt.eval()  # without new statistics: other ranks may not get here
         self._hooks.close()
 
 

@@ -44,15 +44,15 @@ class Average:
         self.optimizers = list(optimizers)
         managed.update(self.optimizers)
         self._model = model
+        self.recalibrate_batches = recalibrate_batches
         self._batches: deque[Callable[[], Any]] = deque(maxlen=recalibrate_batches)
         self._recalibrated_at: list[int] = []
 
-    def swap_in(self, *, recalibrated: bool = True) -> None:
+    def swap_in(self) -> None:
         """Put the average in, before validating or saving. Calling it again changes nothing."""
         for opt in self.optimizers:
             opt.eval()
-        if recalibrated:
-            self._recalibrate()
+        self._recalibrate()
 
     def swap_out(self) -> None:
         """Put the iterate back, before training. Calling it again changes nothing.
@@ -89,7 +89,7 @@ class Average:
         A call in train mode and a step with a closure swap the average out. A call in eval mode
         and taking the state of the module or of the optimizer swap it in.
         """
-        if self._batches.maxlen and _synchronizes_statistics(module):
+        if self.recalibrate_batches and _synchronizes_statistics(module):
             raise ValueError(
                 "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
                 "others. Call opt.eval() and stormplus.recalibrate on every process instead"
@@ -136,7 +136,6 @@ class AverageCallback:
 
     def __init__(self, *, recalibrate_batches: int = 0) -> None:
         super().__init__()
-        self._recalibrate_batches = recalibrate_batches
         self._average = Average(recalibrate_batches=recalibrate_batches)
         self._hooks = ExitStack()
 
@@ -149,7 +148,7 @@ class AverageCallback:
                 f"UntunedCallback is for Untuned, got {names}: {advice}, or leave the callback out"
             )
         self._hooks.close()  # left by a run that failed
-        self._average = Average(untuned, model, self._recalibrate_batches)
+        self._average = Average(untuned, model, self._average.recalibrate_batches)
 
     def _end(self) -> None:
         self._average.swap_in()
