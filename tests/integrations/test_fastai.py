@@ -47,13 +47,6 @@ def test_the_main_verbs_train(kind, name, recwarn):
         assert {group["lr"] for group in run.opt.param_groups} == {1.0}
 
 
-@pytest.mark.parametrize("lr", [0.01, slice(1e-5, 1e-3)])
-def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(lr):
-    with pytest.warns(UserWarning, match="learning rates and their schedules are ignored"):
-        run = fit(kind=Untuned, verb=lambda learn: learn.fit(2, lr=lr))
-    assert_same_states(run.states, plain(kind=Untuned).states)
-
-
 @pytest.mark.parametrize("tool", [True, False], ids=["with callback", "without"])
 @pytest.mark.filterwarnings(  # fastai leaves its temporary folder behind
     "ignore:learning rates and their schedules", "ignore::pytest.PytestUnraisableExceptionWarning"

@@ -105,15 +105,9 @@ def float16():
     fitted(model)
 
 
-def adam():
+def compiled_with(**options):
     model = keras_network()
-    model.compile(optimizer="adam", loss=keras_distance)
-    fitted(model)
-
-
-def jit_compiled():
-    model = keras_network()
-    model.compile(optimizer=StormPlusOptimizer(), loss=keras_distance, jit_compile=True)
+    model.compile(loss=keras_distance, **options)
     fitted(model)
 
 
@@ -134,8 +128,8 @@ def unfrozen_after_building():
     ("wrong", "message"),
     [
         (float16, r"LossScaleOptimizer.*mixed_bfloat16"),
-        (adam, "got Adam"),
-        (jit_compiled, "jit_compile"),
+        (lambda: compiled_with(optimizer="adam"), "got Adam"),
+        (lambda: compiled_with(optimizer=StormPlusOptimizer(), jit_compile=True), "jit_compile"),
         (constrained, "has the constraint NonNeg"),
         (unfrozen_after_building, "Unknown variable"),
         (lambda: StormPlusOptimizer(clipnorm=2), "unexpected keyword argument 'clipnorm'"),
@@ -159,12 +153,6 @@ def test_another_backend_is_refused(monkeypatch):
 
 
 # -- Untuned -------------------------------------------------------------------------------------
-
-
-def test_a_learning_rate_is_ignored_with_a_warning():
-    with pytest.warns(UserWarning, match=r"lr=0.001 is ignored: Untuned"):
-        optimizer = StormPlusOptimizer("Untuned", learning_rate=0.001)
-    assert optimizer.get_config()["learning_rate"] == 1.0
 
 
 def test_early_stopping_restores_an_average():

@@ -164,6 +164,13 @@ def test_without_the_callback_one_warning_says_so(name, tmp_path, recwarn):
     assert "stormplus.integrations." in text
 
 
+@trainers("fastai", "keras", "skorch")
+def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(name, dtype, tmp_path):
+    with pytest.warns(UserWarning, match="ignored"):
+        run = fit(name, tmp_path, kind=Untuned, lr=0.01)
+    assert_same_states(run.states, plain_run(kind=Untuned, dtype=dtype).states)
+
+
 @trainers("lightning", "huggingface", "accelerate", "keras", "skorch")
 def test_a_falling_learning_rate_warns_at_once_but_a_warm_up_does_not(name, tmp_path):
     def falls(step):

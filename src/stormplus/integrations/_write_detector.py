@@ -15,7 +15,7 @@ from stormplus.torch import PairedOptimizer
 # The generation of the state and the parameters' version counters after the last step.
 _recorded: WeakKeyDictionary[PairedOptimizer, tuple[int, list[tuple[Tensor, int]]]]
 _recorded = WeakKeyDictionary()
-_restarted: WeakSet[PairedOptimizer] = WeakSet()  # at their last sample
+_restarted: WeakSet[PairedOptimizer] = WeakSet()  # optimizers that restarted at their last sample
 
 
 def record_versions(opt: PairedOptimizer) -> None:

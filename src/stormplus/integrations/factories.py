@@ -40,7 +40,7 @@ class UntunedScheduleFree(Optimizer):
 
 
 def _parse(value: Any) -> Any:
-    """Convert "0.01", "True" and "bfloat16"; return values that are no strings unchanged."""
+    """Convert "0.01", "True" and "bfloat16"; return anything that is not a string unchanged."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false", "none"):
