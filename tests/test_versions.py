@@ -1,7 +1,5 @@
 """The older side of differences between versions; `make test-versions` runs real ones."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -40,27 +38,9 @@ def test_names_are_split_from_parameters(oldest):
         assert group == {"params": given}
 
 
-@pytest.mark.parametrize("method", [True, False])
-def test_gradients_are_clipped_once(method):
-    called = []
-    args, net = SimpleNamespace(max_grad_norm=0.5), nn.Linear(1, 1)
-    accelerator = SimpleNamespace(clip_grad_norm_=lambda params, norm: called.append(norm))
-    trainer = SimpleNamespace(args=args, accelerator=accelerator)
-    if method:
-        trainer._clip_grad_norm = lambda model: called.append(model)
-    versions.clip_gradients(trainer, net)
-    assert called == ([net] if method else [0.5])
-
-
 def test_without_explicit_sharding_there_is_no_mesh(monkeypatch):
     jax = pytest.importorskip("jax")
     monkeypatch.delattr(jax, "typeof", raising=False)
     assert versions.explicit_mesh(jax.numpy.ones(3)) is None
     untuned = pytest.importorskip("stormplus.jax").untuned
     untuned().init({"w": jax.numpy.ones((2, 3)), "b": jax.numpy.ones(())})
-
-
-@pytest.mark.parametrize("newer", [True, False])
-def test_the_order_of_a_resumed_epoch(newer):
-    loop = SimpleNamespace(is_resuming=True) if newer else SimpleNamespace()
-    assert versions.order_is_drawn_again(SimpleNamespace(fit_loop=loop)) is not newer

@@ -11,19 +11,16 @@ from weakref import WeakSet
 
 managed: WeakSet[Any] = WeakSet()  # optimizers that an integration takes care of
 
-NO_FINDER = "Untuned has no learning rate to find: train without the learning-rate finder"
 _CALLBACK = "pass {}(), from stormplus.integrations.{}, to {}"
-_LIGHTNING = _CALLBACK.format("UntunedCallback", "lightning", "Trainer(callbacks=[...])")
+_TRAINER = "Trainer(callbacks=[...])"
+_LIGHTNING = _CALLBACK.format("UntunedCallback", "lightning", _TRAINER)
 _ADVICE = {  # by the module that drives the training loop
     "lightning.pytorch.": _LIGHTNING,
     "pytorch_lightning.": f"import Trainer from lightning.pytorch, and {_LIGHTNING}",
-    "transformers.trainer": _CALLBACK.format(
-        "UntunedCallback", "huggingface", "Trainer(callbacks=[...])"
-    ),
+    "transformers.trainer": _CALLBACK.format("UntunedCallback", "huggingface", _TRAINER),
     "fastai.learner": _CALLBACK.format("UntunedCallback", "fastai", "Learner(cbs=[...])"),
     "deepspeed.": "DeepSpeed was not verified, and its wrapper does not pass optimizer.eval() on",
 }
-_SCALER = "amp.grad_scaler"  # of torch, whose step(opt, closure) calls opt.step(closure)
 _FINDERS = ("lightning.pytorch.tuner.", "pytorch_lightning.tuner.", "fastai.callback.schedule")
 
 
@@ -36,54 +33,69 @@ def stack_frames() -> Iterator[FrameType]:
 
 
 def check_trainer(opt: Any) -> None:
-    """Warn if the trainer that takes this step needs a callback; call it at the first step.
+    """Warn or raise if the caller of this step would use the optimizer wrongly.
 
-    `Untuned` needs one that swaps its average in. Under Accelerate, warn at the first save instead,
-    since the loop may call eval() later. A paired optimizer needs one in Lightning if gradients are
-    accumulated.
-
-    Raises:
-        RuntimeError: If a learning-rate finder drives an `Untuned`, or `GradScaler.step` a paired
-            optimizer: it would unscale neither gradient.
+    Call it at the first step. A wrong gradient raises, a missing callback warns.
     """
-    averages = hasattr(opt, "at_average")
-    modules, accumulated, scaled = [], 1, False
+    if hasattr(opt, "at_average"):
+        _check_untuned(opt)
+    else:
+        _check_paired(opt)
+
+
+def _module(frame: FrameType) -> str:
+    return frame.f_globals.get("__name__") or ""
+
+
+def _check_untuned(opt: Any) -> None:
+    modules = []
     for frame in stack_frames():
-        modules.append(frame.f_globals.get("__name__") or "")
-        if modules[-1].startswith(("lightning.pytorch.", "pytorch_lightning.")):
-            trainer = frame.f_locals.get("trainer")
-            accumulated = getattr(trainer, "accumulate_grad_batches", accumulated)
-        finder = frame.f_code.co_name.endswith("lr_find") and modules[-1].startswith(_FINDERS)
-        if averages and finder:
-            raise RuntimeError(NO_FINDER)
-        if frame.f_code.co_name == "step" and modules[-1].endswith(_SCALER):
-            scaled = frame.f_locals["self"].is_enabled()
-    if opt in managed:
-        return
-    if not averages:
-        if scaled:
+        modules.append(_module(frame))
+        if frame.f_code.co_name.endswith("lr_find") and modules[-1].startswith(_FINDERS):
             raise RuntimeError(
-                "GradScaler.step does not unscale the gradients of a closure: call "
-                "stormplus.scaled_step(opt, scaler, closure, model) instead"
+                "Untuned has no learning rate to find: train without the learning-rate finder"
             )
-        if accumulated > 1:
-            advice = _CALLBACK.format("StormPlusCallback", "lightning", "Trainer(callbacks=[...])")
-            warnings.warn(
-                f"with accumulate_grad_batches={accumulated} the second evaluation of a sample "
-                f"covers its last micro-batch only, and the gradients are wrong: {advice}",
-                stacklevel=2,
-            )
+    if opt in managed:
         return
     for prefix, advice in _ADVICE.items():
         if any(module.startswith(prefix) for module in modules):
             warnings.warn(
                 "without the callback this trainer may validate or save the iterate of Untuned "
                 f"instead of the average, which is the better model: {advice}",
-                stacklevel=2,
+                stacklevel=3,
             )
             return
     if any(module.startswith("accelerate.") for module in modules):
-        _check_first_save(opt)
+        _check_first_save(opt)  # not now: the loop may call eval() later
+
+
+def _check_paired(opt: Any) -> None:
+    # `f_locals` is read only in known functions: it would keep the user's variables alive.
+    for frame in stack_frames():
+        module = _module(frame)
+        if module.endswith(".lookahead"):  # of timm or pytorch_optimizer
+            raise RuntimeError(
+                "Lookahead moves the parameters every few steps, and the estimator then belongs "
+                "to another point: create the optimizer without it"
+            )
+        if opt in managed:
+            continue
+        scaled = module.endswith("amp.grad_scaler") and frame.f_code.co_name == "step"
+        if scaled and frame.f_locals["self"].is_enabled():
+            raise RuntimeError(
+                "GradScaler.step does not unscale the gradients of a closure: call "
+                "stormplus.scaled_step(opt, scaler, closure, model) instead"
+            )
+        if module.startswith(("lightning.pytorch.", "pytorch_lightning.")):
+            accumulated = getattr(frame.f_locals.get("trainer"), "accumulate_grad_batches", 1)
+            if accumulated > 1:
+                warnings.warn(
+                    f"with accumulate_grad_batches={accumulated} the second gradient covers the "
+                    "last micro-batch only, and is wrong: "
+                    + _CALLBACK.format("StormPlusCallback", "lightning", _TRAINER),
+                    stacklevel=3,
+                )
+                return
 
 
 def _check_first_save(opt: Any) -> None:

@@ -10,15 +10,21 @@ pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
 from accelerate_cases import closure_for
-from trainer_asserts import assert_same_runs, warnings_with
-from trainer_cases import ROWS, Run, data, fit, network, plain_run, snapshot
+from trainer_cases import (
+    ROWS,
+    Run,
+    assert_same_runs,
+    data,
+    fit,
+    loss_of,
+    network,
+    plain_run,
+    snapshot,
+    warnings_with,
+)
 
 from stormplus import StormPlus, Untuned
 from stormplus.integrations.accelerate import prepare
-
-
-def batches():
-    return enumerate(zip(*(part.split(ROWS) for part in data())))
 
 
 def test_a_closure_that_would_be_dropped_is_refused():
@@ -35,22 +41,20 @@ def test_a_closure_that_would_be_dropped_is_refused():
     assert net.evaluations == 1
 
 
-@pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)
-def test_model_and_optimizer_in_two_calls_with_validations(kind):
+def test_steps_with_a_closure_between_validations():
     accelerator, run = Accelerator(cpu=True), Run()
     run.net = network()
-    run.opt = kind(run.net.parameters())
-    model, opt = prepare(accelerator, run.net), prepare(accelerator, run.opt)
-    for i, (x, y) in batches():
+    run.opt = Untuned(run.net.parameters())
+    model, opt = prepare(accelerator, run.net, run.opt)
+    for i, (x, y) in enumerate(zip(*(part.split(ROWS) for part in data()))):
         torch.manual_seed(i)
         opt.step(closure_for(accelerator, model, opt, x, y))
         run.states.append(snapshot(run.net))
-        model.eval()
         with torch.no_grad():
-            model(x)
-        assert kind is StormPlus or run.opt.at_average
+            model.eval()(x)
+        assert run.opt.at_average
         model.train()
-    assert_same_runs(run, plain_run(kind=kind, epochs=1))
+    assert_same_runs(run, plain_run(kind=Untuned, epochs=1))
 
 
 def test_what_is_refused():
@@ -75,29 +79,19 @@ def test_other_optimizers_stay_as_they_are():
     opt.step()  # without a closure, as ever
 
 
-class Silent(torch.optim.Optimizer):
-    """A wrapper that passes on what it knows, as DeepSpeed's: not `eval`, nor `train`."""
-
-    def __init__(self, inner):
-        super().__init__(inner.param_groups, {})
-        self.step, self.state_dict = lambda closure=None: inner.step(), inner.state_dict
-        self.load_state_dict = inner.load_state_dict
-
-
-@pytest.mark.parametrize("wrap", [lambda opt: opt, Silent], ids=["Accelerate", "two wrappers"])
-def test_eval_that_does_nothing_is_found_at_the_first_save(tmp_path, recwarn, wrap):
-    accelerator, net = Accelerator(cpu=True), network()
+@pytest.mark.parametrize("passed_on", [True, False])
+def test_a_wrapper_that_does_not_pass_eval_on_is_found_at_the_first_save(recwarn, passed_on):
+    net = network()
     inner = Untuned(net.parameters())
-    model, opt = accelerator.prepare(net, wrap(inner))
-    for _, (x, y) in batches():
-        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
-        opt.step()
-        opt.zero_grad()
-    opt.eval()
-    assert inner.at_average == (wrap is not Silent)
+    _, opt = Accelerator(cpu=True).prepare(net, inner)
+    loss_of(net, *data(1)).backward()
+    opt.step()
+    if passed_on:
+        opt.eval()
     for _ in range(2):
-        accelerator.save_state(tmp_path)
-    assert len(warnings_with(recwarn, "the iterate of Untuned is saved")) == (wrap is Silent)
+        opt.state_dict()
+    assert inner.at_average == passed_on
+    assert len(warnings_with(recwarn, "the iterate of Untuned is saved")) == (not passed_on)
 
 
 def test_a_copy_of_the_model_does_not_swap():

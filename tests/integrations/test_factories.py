@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_asserts import assert_same_runs
-from trainer_cases import SAMPLES, data, loss_of, network, plain_run
+from trainer_cases import SAMPLES, assert_same_runs, data, loss_of, network, plain_run
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.integrations import factories

@@ -14,14 +14,16 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.tuner import Tuner
-from lightning_cases import QUIET, Manual, Module, Validated, half_plugin, loader, weights_of
+from lightning_cases import QUIET, Manual, Module, Validated, half_plugin, loader
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_asserts import assert_at_average, assert_same_runs, assert_same_states
 from trainer_cases import (
     BATCHES,
     ROWS,
     Run,
     Settings,
+    assert_at_average,
+    assert_same_runs,
+    assert_same_states,
     data,
     loss_of,
     plain_run,
@@ -76,22 +78,31 @@ def test_accumulation_without_the_callback_warns():
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_logs_and_metrics_count_each_sample_once_with_its_own_size(accumulate):
+    logged = []
+
     class Keeps(Module):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
-            opt = self.optimizers(use_pl_optimizer=False)
-            if not opt.started or opt.pending:  # the evaluation that counts
-                run.losses.append((loss.item(), len(batch[0])))
+            if not self.optimizers().pending:  # the first evaluation
+                logged.append((loss.item(), len(batch[0])))
             return loss
 
-    run, short = Run(), TensorDataset(*(part[: -ROWS // 2] for part in data()))
+        def on_before_optimizer_step(self, optimizer):  # for the gradients of both evaluations
+            self.log("steps", 1.0, on_step=False, on_epoch=True, reduce_fx="sum")
+
+    short = TensorDataset(*(part[: -ROWS // 2] for part in data()))
     rows = DataLoader(short, batch_size=ROWS)
-    fit(module=Keeps, accumulate=accumulate, epochs=1, loader=rows, run=run)
-    losses, sizes = zip(*run.losses)
-    assert len(losses) == BATCHES < len(run.module.losses)
+    run = fit(module=Keeps, accumulate=accumulate, epochs=1, loader=rows)
+    losses, sizes = zip(*logged)
+    assert len(losses) == BATCHES < run.net.evaluations
     weighted = sum(map(operator.mul, losses, sizes)) / sum(sizes)
-    for name, expected in (("loss_epoch", weighted), ("mean", sum(losses) / BATCHES)):
-        assert float(run.trainer.callback_metrics[name]) == pytest.approx(expected, rel=1e-6)
+    expected = {
+        "loss_epoch": weighted,
+        "mean": sum(losses) / BATCHES,
+        "steps": BATCHES / accumulate,
+    }
+    for name, value in expected.items():
+        assert float(run.trainer.callback_metrics[name]) == pytest.approx(value, rel=1e-6)
 
 
 def test_diagnostics_are_logged():
@@ -106,13 +117,19 @@ def test_diagnostics_are_logged():
 # -- the user's own hooks ------------------------------------------------------------------------
 
 
-def test_an_optimizer_step_of_the_users():
+def test_an_optimizer_step_that_drops_the_closure():
     class Drops(Module):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
             optimizer_closure()
             optimizer.step()
 
+    class DropsToo(Precision):
+        def optimizer_step(self, optimizer, model, closure, **kwargs):
+            closure()
+            return optimizer.step()
+
     assert_same_runs(fit(module=Drops), plain_run())
+    assert_same_runs(fit(plugins=[DropsToo()]), plain_run())
 
     class Never(Module):
         def optimizer_step(self, epoch, batch_idx, optimizer, optimizer_closure):
@@ -234,19 +251,12 @@ class DrawsItsBatch(Module):
         return loss_of(self.net, *next(dataloader_iter)[0])
 
 
-class OwnStep(Precision):
-    def optimizer_step(self, optimizer, model, closure, **kwargs):
-        closure()
-        return optimizer.step()
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"module": Adam}, "got Adam"),
         ({"module": DrawsItsBatch}, "draws another batch each time it is called"),
         ({"module": Manual, "plugins": [half_plugin(1024.0)]}, "16-mixed"),
-        ({"plugins": [OwnStep()]}, "OwnStep does not pass the closure on"),
         ({"callbacks": [StochasticWeightAveraging(0.1)]}, "average with EMA"),
         (
             {"callbacks": [StochasticWeightAveraging(0.1)], "kind": Untuned},
@@ -281,17 +291,16 @@ def test_an_interrupted_run_leaves_the_average():
     with pytest.raises(OSError, match="a broken disc"):
         fit(kind=Untuned, recalibrate_batches=4, fails_at=6, run=run)
     assert_at_average(snapshot(run.net), untuned_run(epochs=1), 5)
-    assert "save_checkpoint" not in vars(run.trainer)
+    assert not run.module._state_dict_pre_hooks
 
 
-def test_a_checkpoint_in_the_middle_of_a_step_does_not_change_the_run(tmp_path):
+def test_a_checkpoint_between_backward_and_step_is_refused():
     class Saves(Module):
         def on_before_optimizer_step(self, optimizer):
-            self.trainer.save_checkpoint(tmp_path / "now.ckpt")
+            self.state_dict()
 
-    plain = untuned_run(epochs=1)
-    assert_same_runs(fit(module=Saves, kind=Untuned, epochs=1), plain)
-    assert_at_average(weights_of(tmp_path / "now.ckpt"), plain, BATCHES - 1)
+    with pytest.raises(RuntimeError, match=r"step\(\) called in eval mode"):
+        fit(module=Saves, kind=Untuned)
 
 
 @pytest.mark.parametrize("callbacks", [[UntunedCallback()], []], ids=["with callback", "without"])

@@ -2,19 +2,10 @@
 
 import importlib.util
 import sys
-from functools import partial
 
 import pytest
 import torch
 from pages import run_example
-from torch.optim import lr_scheduler
-from trainer_asserts import (
-    assert_at_average,
-    assert_same_runs,
-    assert_same_states,
-    hooks_left,
-    warnings_with,
-)
 from trainer_cases import (
     BATCHES,
     EPOCHS,
@@ -23,16 +14,21 @@ from trainer_cases import (
     SAMPLES,
     Run,
     adapter,
+    assert_at_average,
+    assert_same_runs,
+    assert_same_states,
     data,
     fit,
+    hooks_left,
     network,
     plain_run,
     snapshot,
     untuned_run,
+    warnings_with,
 )
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned, recalibrate
-from stormplus.integrations.untuned import Average, final_lrs
+from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer
 
 PACKAGES = {
@@ -126,6 +122,13 @@ def test_the_run_is_the_plain_loops(name, dtype, settings, tmp_path, recwarn):
             assert run.scheduler.last_epoch == taken
 
 
+@trainers("fastai", "keras", "lightning", "skorch")
+def test_the_loss_of_a_batch_is_that_of_its_first_evaluation(name, dtype, tmp_path):
+    losses = plain_run(epochs=1, dtype=dtype).losses
+    reported = fit(name, tmp_path, epochs=1).losses
+    assert reported == pytest.approx([losses[0], *losses[1::2]], rel=1e-5)
+
+
 @KINDS
 @trainers()
 def test_a_run_in_two_parts_is_the_whole_run(name, dtype, tmp_path, kind):
@@ -161,43 +164,27 @@ def test_without_the_callback_one_warning_says_so(name, tmp_path, recwarn):
     assert "stormplus.integrations." in text
 
 
+@trainers("fastai", "keras", "skorch")
+def test_a_learning_rate_of_untuned_is_ignored_with_a_warning(name, dtype, tmp_path):
+    with pytest.warns(UserWarning, match="ignored"):
+        run = fit(name, tmp_path, kind=Untuned, lr=0.01)
+    assert_same_states(run.states, plain_run(kind=Untuned, dtype=dtype).states)
+
+
 @trainers("lightning", "huggingface", "accelerate", "keras", "skorch")
-@pytest.mark.filterwarnings("error:.*decays to zero")
-def test_a_schedule_that_decays_to_zero_warns_but_a_warm_up_does_not(name, tmp_path):
-    def decay(step):
+def test_a_falling_learning_rate_warns_at_once_but_a_warm_up_does_not(name, tmp_path):
+    def falls(step):
         return max(0.0, 1.0 - step / 9)
 
     fit(name, tmp_path, kind=Untuned, watch=True, schedule=lambda step: min(1.0, step / 6))
-    run, folder = Run(), tmp_path / "decays"
+    run, folder = Run(), tmp_path / "falls"
     folder.mkdir()
-    with pytest.raises(UserWarning, match="decays to zero"):
-        fit(name, folder, kind=Untuned, watch=True, schedule=decay, run=run)
-    foreseen = name in ("lightning", "huggingface")  # which know how many steps there will be
-    assert bool(run.states) != foreseen
-
-
-@pytest.mark.parametrize(
-    "make",
-    [
-        partial(lr_scheduler.LambdaLR, lr_lambda=lambda step: 0.9**step),
-        partial(lr_scheduler.CosineAnnealingLR, T_max=10, eta_min=0.01),
-        partial(lr_scheduler.LinearLR, end_factor=0.1, total_iters=10),
-        partial(lr_scheduler.PolynomialLR, total_iters=20),
-        partial(lr_scheduler.StepLR, step_size=3),
-    ],
-    ids=lambda make: make.func.__name__,
-)
-def test_the_last_rates_of_a_schedule_are_foreseen(make):
-    opt = Untuned([{"params": [torch.nn.Parameter(torch.ones(2))]} for _ in range(2)])
-    scheduler = make(opt)
-    foreseen = final_lrs(scheduler, 10)
-    for _ in range(10):
-        opt.step()
-        scheduler.step()
-    rates = [group["lr"] for group in opt.param_groups]
-    assert foreseen == pytest.approx(rates)
-    assert rates[1] < 1.0
-    assert final_lrs(lr_scheduler.ReduceLROnPlateau(opt), 10) == []  # it depends on the losses
+    with pytest.raises(UserWarning, match="learning rate of Untuned falls"):  # an error in tests
+        fit(name, folder, kind=Untuned, schedule=falls, run=run)
+    assert len(run.states) <= 2
+    with pytest.warns(UserWarning, match="learning rate of Untuned falls") as warned:
+        fit(name, folder, kind=Untuned, schedule=falls)
+    assert len(warnings_with(warned, "falls")) == 1
 
 
 @trainers("lightning", "huggingface", "accelerate", "fastai")
@@ -214,33 +201,12 @@ def test_running_statistics_are_recomputed_over_the_last_batches(name, dtype, tm
             torch.testing.assert_close(state[key], net.state_dict()[key])
 
 
-def trained():
+def test_weights_that_are_loaded_while_the_model_is_frozen_are_kept():
     net = torch.nn.Linear(3, 1)
     opt = Untuned(net.parameters())
-    for x in torch.randn(5, 8, 3):
-        opt.zero_grad()
-        net(x).square().mean().backward()
-        opt.step()
-    return net, opt, Average([opt], net)
-
-
-@pytest.mark.parametrize("change", ["added", "removed"])
-def test_parameters_that_come_or_go_at_the_average_are_no_loaded_weights(change, recwarn):
-    """As when Lightning's BaseFinetuning unfreezes a layer after the validation."""
-    net, opt, average = trained()
-    opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    average.swap_in()
-    if change == "added":
-        opt.add_param_group({"params": [torch.nn.Parameter(torch.ones(2))]})
-    else:
-        opt.param_groups.pop()
-    average.swap_out()
-    assert opt.grad_evaluations == 5
-    assert not recwarn
-
-
-def test_weights_that_are_loaded_while_the_model_is_frozen_are_kept():
-    net, opt, average = trained()
+    average = Average([opt], net)
+    net(torch.ones(8, 3)).square().mean().backward()
+    opt.step()
     net.requires_grad_(False)
     average.swap_in()
     torch.nn.init.ones_(net.weight)

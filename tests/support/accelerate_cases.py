@@ -42,13 +42,14 @@ def train(s):
     run.scaler = accelerator.scaler
     loader = DataLoader(TensorDataset(*s.data()), batch_size=ROWS * s.accumulate // window)
     run.scheduler = LambdaLR(opt, s.schedule or (lambda step: 1.0))
-    objects, extra = (net, opt, loader, run.scheduler), {}
+    extra = {}
     if s.tool:
         options = {"recalibrate_batches": s.recalibrate_batches}
-        model, opt, loader, scheduler = prepare(accelerator, *objects, **options)
+        model, loader = prepare(accelerator, net, loader)
+        opt, scheduler = prepare(accelerator, opt, run.scheduler, **options)
         extra = {"max_grad_norm": s.clip}
     else:
-        model, opt, loader, scheduler = accelerator.prepare(*objects)
+        model, opt, loader, scheduler = accelerator.prepare(net, opt, loader, run.scheduler)
     run.model = model
     if s.resume:
         accelerator.load_state(s.folder / str(BATCHES))

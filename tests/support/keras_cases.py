@@ -66,7 +66,8 @@ class Recorder(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.number += 1
-        self.s.run.losses.append(logs["loss"])
+        # Keras reports the mean of the epoch so far.
+        self.s.run.losses.append((batch + 1) * logs["loss"] - sum(self.s.run.losses))
         self.s.run.states.append(self.take())
         self.s.after(self.s.run.net)
 

@@ -32,7 +32,7 @@ class Module(LightningModule):
 
     def __init__(self, s):
         super().__init__()
-        self.s, self.net, self.metric, self.losses = s, s.network(), MeanMetric(), []
+        self.s, self.net, self.metric = s, s.network(), MeanMetric()
 
     def on_train_batch_start(self, batch, batch_idx):
         if self.seeded and batch_idx % self.trainer.accumulate_grad_batches == 0:
@@ -40,7 +40,6 @@ class Module(LightningModule):
 
     def training_step(self, batch, batch_idx):
         loss = loss_of(self.net, *batch)
-        self.losses.append(float(loss.detach()))
         self.log("loss", loss, on_step=True, on_epoch=True)
         self.metric(loss)
         self.log("mean", self.metric, on_step=False, on_epoch=True)
@@ -86,6 +85,7 @@ class Recorder(Callback):
     def on_train_batch_end(self, trainer, *_):
         if trainer.global_step > self.step:
             self.step = trainer.global_step
+            self.s.run.losses.append(float(trainer.callback_metrics.get("loss_step", 0.0)))
             self.s.record()
 
     def on_validation_batch_end(self, trainer, *_):

@@ -56,6 +56,7 @@ class Recorder(Callback):
     def on_batch_end(self, net, training=False, **_):
         if training:
             self.count += 1
+            self.s.run.losses.append(net.history[-1, "batches", -1, "train_loss"])
             self.s.record()
         else:
             self.s.run.validated[len(self.s.run.states)] = snapshot(net.module_)

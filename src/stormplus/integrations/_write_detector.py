@@ -15,7 +15,7 @@ from stormplus.torch import PairedOptimizer
 # The generation of the state and the parameters' version counters after the last step.
 _recorded: WeakKeyDictionary[PairedOptimizer, tuple[int, list[tuple[Tensor, int]]]]
 _recorded = WeakKeyDictionary()
-_restarted: WeakSet[PairedOptimizer] = WeakSet()  # at their last sample
+_restarted: WeakSet[PairedOptimizer] = WeakSet()  # optimizers that restarted at their last sample
 
 
 def record_versions(opt: PairedOptimizer) -> None:
@@ -37,9 +37,8 @@ def restart_if_written(opt: PairedOptimizer) -> None:
     opt.restart()
     if opt in _restarted:
         raise RuntimeError(
-            "something writes to the parameters at every batch (weight clipping, a projection, "
-            "an average that is swapped in), so that the estimator restarts every time and the "
-            "optimizer never moves. Remove it, constrain the weights inside the model's "
-            "forward, or write once per epoch or less"
+            "something writes to the parameters at every batch (weight clipping, an average that "
+            "is swapped in), so the estimator restarts every time and nothing moves: constrain the "
+            "weights inside the model's forward, or write once per epoch"
         )
     _restarted.add(opt)

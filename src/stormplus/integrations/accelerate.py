@@ -34,7 +34,6 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
     """Accelerate's wrapper around a paired optimizer, as `prepare` returns it."""
 
     model: nn.Module | None
-    _warned = False
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
@@ -50,12 +49,8 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
         if closure is None:
             return opt.step()  # raises, and says what to write
         if not self.gradient_state.sync_gradients:
-            raise RuntimeError(
-                "gradients are not synchronised here, so Accelerate would silently drop this "
-                f"closure and its micro-batch: {ACCUMULATE}"
-            )
-        if max_grad_norm is not None and not self._warned:
-            self._warned = True
+            raise RuntimeError(f"Accelerate would silently drop this closure: {ACCUMULATE}")
+        if max_grad_norm is not None and not opt.started:
             warnings.warn(f"max_grad_norm={max_grad_norm:g} {CLIPPING}", stacklevel=2)
 
         def clip() -> None:
@@ -67,11 +62,10 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
             clip()
             return loss
 
+        if self.scaler is None:
+            return opt.step(same_sample(opt, self.model)(evaluate))
         before = opt.grad_evaluations
-        if self.scaler is not None:
-            loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
-        else:
-            loss = opt.step(same_sample(opt, self.model)(evaluate))
+        loss = scaled_step(opt, self.scaler, closure, self.model, process=clip)
         self._is_overflow = before == opt.grad_evaluations  # read by Accelerate's scheduler
         return loss
 

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import warnings
-from functools import cache
 from typing import Any
 
 import torch
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim import Optimizer
 
 from stormplus.install import required
 from stormplus.integrations.untuned import ignore_lr
-from stormplus.torch import PairedOptimizer, SimplifiedStormPlus, Storm, StormPlus, Untuned
+from stormplus.torch import SimplifiedStormPlus, Storm, StormPlus, Untuned
 
 _IGNORED = {"betas", "eps", "foreach", "fused", "warmup_steps", "r", "weight_lr_power"}
 
@@ -41,7 +40,7 @@ class UntunedScheduleFree(Optimizer):
 
 
 def _parse(value: Any) -> Any:
-    """Convert "0.01", "True" and "bfloat16"; return values that are no strings unchanged."""
+    """Convert "0.01", "True" and "bfloat16"; return anything that is not a string unchanged."""
     if not isinstance(value, str):
         return value
     if value.lower() in ("true", "false", "none"):
@@ -69,7 +68,6 @@ def register_timm() -> None:
         if name not in known:  # timm would warn
             info = OptimInfo(name=name, opt_class=kind, description=description, has_eps=False)
             default_registry.register(info)
-    _refuse_lookahead()
 
 
 def register_pytorch_optimizer() -> None:
@@ -79,20 +77,3 @@ def register_pytorch_optimizer() -> None:
 
     for name, (kind, _) in OPTIMIZERS.items():
         registry.setdefault(name, kind)
-    _refuse_lookahead()
-
-
-@cache  # once per process
-def _refuse_lookahead() -> None:
-    """Let paired optimizers raise inside the Lookahead that both factories can add."""
-
-    def check(opt: Any, args: Any, kwargs: Any) -> None:
-        names = {name for group in opt.param_groups for name in group}
-        added = names & {"lookahead_alpha", "counter"}  # by timm and by pytorch_optimizer
-        if added and isinstance(opt, PairedOptimizer):
-            raise RuntimeError(
-                "Lookahead moves the parameters every few steps, and the estimator then belongs "
-                "to another point: create the optimizer without it"
-            )
-
-    register_optimizer_step_pre_hook(check)

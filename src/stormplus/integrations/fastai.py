@@ -7,6 +7,7 @@ parameters, lets the learner evaluate the same batch again, and completes the st
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
@@ -23,11 +24,10 @@ with required("fastai"):
 # fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _OWN_LOOP = "train in your own loop with DistributedDataParallel, as in examples/ddp.py"
 _REFUSED = {
-    "GradientAccumulation": "accumulates gradients over batches that are gone when the second "
-    "gradient is due: use larger batches, or split them in the model's forward",
-    "NonNativeMixedPrecision": "trains a copy of the parameters: use learn.to_bf16()",
-    "DistributedTrainer": f"is not verified with two gradients per batch: {_OWN_LOOP}",
-    "ParallelTrainer": f"draws random numbers on devices where they are not replayed: {_OWN_LOOP}",
+    "GradientAccumulation": "use larger batches, or split them in the model's forward",
+    "NonNativeMixedPrecision": "use learn.to_bf16()",
+    "DistributedTrainer": _OWN_LOOP,
+    "ParallelTrainer": _OWN_LOOP,
 }
 
 
@@ -84,7 +84,10 @@ class StormPlusCallback(Callback):
 
     order = 1000  # last: batch transforms are done, gradients clipped
     run_valid = False
-    storm_sample: same_sample | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sample = ExitStack()  # a `same_sample` while a batch is evaluated
 
     def before_train(self) -> None:
         """Raise if a callback or the optimizer would silently make the gradients wrong."""
@@ -92,22 +95,18 @@ class StormPlusCallback(Callback):
         if not isinstance(opt, OptimizerWrapper) or not isinstance(opt.opt, PairedOptimizer):
             raise TypeError(
                 f"StormPlusCallback got {type(getattr(opt, 'opt', opt)).__name__}: pass Learner "
-                "opt_func=opt_func(StormPlus) from stormplus.integrations.fastai. Untuned needs "
-                "UntunedCallback instead"
+                "opt_func=opt_func(StormPlus). Untuned needs UntunedCallback"
             )
         for callback in self.learn.cbs:
             names = {kind.__name__ for kind in type(callback).__mro__}
             for name in names & _REFUSED.keys():
-                raise RuntimeError(f"{name} {_REFUSED[name]}")
+                raise RuntimeError(f"{name} cannot take two gradients: {_REFUSED[name]}")
             if isinstance(callback, MixedPrecision) and callback.amp_mode is AMPMode.FP16:
-                raise RuntimeError(
-                    "to_fp16() scales the loss for one gradient per batch: use to_bf16(), or your "
-                    "own loop with stormplus.scaled_step"
-                )
+                raise RuntimeError("to_fp16() cannot take two gradients: use learn.to_bf16()")
 
     def before_batch(self) -> None:
         opt = self.learn.opt.opt
-        self._leave()  # an exception may have ended the last batch halfway
+        self._sample.close()  # an exception may have ended the last batch halfway
         if opt.pending:
             opt.restart()
         restart_if_written(opt)
@@ -116,7 +115,7 @@ class StormPlusCallback(Callback):
                 "the parameters have gradients from an earlier batch, which the second "
                 "evaluation would not see: gradients cannot be accumulated over batches"
             )
-        self.storm_sample = same_sample(opt, self.learn.model).__enter__()
+        self._sample.enter_context(same_sample(opt, self.learn.model))
 
     def before_step(self) -> None:
         opt = self.learn.opt.opt
@@ -129,7 +128,7 @@ class StormPlusCallback(Callback):
         raise CancelStepException
 
     def after_batch(self) -> None:
-        self._leave()
+        self._sample.close()
 
     def _evaluate_again(self) -> None:
         learn = self.learn
@@ -140,11 +139,6 @@ class StormPlusCallback(Callback):
                 callback.autocast.__enter__()
         learn._do_one_batch()  # calls `before_step` again, which completes the step
         learn.pred, learn.loss, learn.loss_grad = first
-
-    def _leave(self) -> None:
-        if self.storm_sample is not None:
-            self.storm_sample.__exit__(None, None, None)
-            self.storm_sample = None
 
 
 class UntunedCallback(AverageCallback, Callback):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from stormplus.install import required
 from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.replay import CLIPPING, Replay
-from stormplus.integrations.untuned import AverageCallback, final_lrs, warn_of_decay
+from stormplus.integrations.untuned import AverageCallback
 from stormplus.torch import PairedOptimizer
 from stormplus.versions import clip_gradients
 
@@ -38,9 +38,6 @@ class UntunedCallback(AverageCallback, TrainerCallback):
     ) -> None:
         advice = "pass optimizers=(Untuned(model.parameters()), None)"
         self._begin([unwrapped(optimizer)], model, advice)
-        scheduler = kwargs.get("lr_scheduler")
-        scheduler = getattr(scheduler, "scheduler", scheduler)  # inside Accelerate's wrapper
-        warn_of_decay(unwrapped(optimizer), final_lrs(scheduler, state.max_steps))
         self._average.swap_out()
         self._hooks = self._average.follow(model)
 
@@ -68,12 +65,12 @@ class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ign
         return optimizer
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        end_of_step = _EndOfStep(self)
-        self.add_callback(end_of_step)
+        around_step = _AroundStep(self)
+        self.add_callback(around_step)
         try:
             return super().train(*args, **kwargs)
         finally:
-            self.remove_callback(end_of_step)
+            self.remove_callback(around_step)
             if self._replay is not None:
                 self._replay.remove()
                 self._replay = None
@@ -82,15 +79,14 @@ class StormPlusTrainerMixin(_Base):  # type: ignore[misc, valid-type, unused-ign
         if self._replay is None:
             opt, process = unwrapped(self.optimizer), partial(self._process, model)
             self._replay = Replay(opt, model, process, self.accelerator.scaler)
-        if not self._replay.recording:
-            restart_if_written(self._replay.opt)
-        last = self.accelerator.sync_gradients
-        self._replay.record(partial(self._again, model, inputs, num_items_in_batch, last))
-        return super().training_step(model, inputs, num_items_in_batch)
+        evaluate = partial(super().training_step, model, inputs, num_items_in_batch)
 
-    def _again(self, model: Any, inputs: Any, num_items_in_batch: Any, last: bool) -> None:
-        with nullcontext() if last else self.accelerator.no_sync(model):
-            super().training_step(model, inputs, num_items_in_batch)
+        def evaluate_again(last: bool) -> None:
+            with nullcontext() if last else self.accelerator.no_sync(model):
+                evaluate()
+
+        self._replay.record(evaluate_again)
+        return evaluate()
 
     def _process(self, model: Any) -> None:
         """Unscale and clip, as the trainer's loop does to the first gradient."""
@@ -115,17 +111,19 @@ class StormPlusTrainer(StormPlusTrainerMixin, Trainer):
     """
 
 
-class _EndOfStep(TrainerCallback):
-    """Ends the recorded sample when the trainer has stepped or has skipped an overflow."""
+class _AroundStep(TrainerCallback):
+    """Restarts after replaced weights, and ends the sample, even if an overflow was skipped."""
 
     def __init__(self, trainer: StormPlusTrainerMixin) -> None:
         self._trainer = trainer
 
+    def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
+        restart_if_written(unwrapped(self._trainer.optimizer))
+
     def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        replay = self._trainer._replay
-        if replay is not None:
-            replay.finish()
-            record_versions(replay.opt)
+        if self._trainer._replay is not None:
+            self._trainer._replay.finish()
+            record_versions(self._trainer._replay.opt)
 
     on_train_begin = on_optimizer_step  # auto_find_batch_size begins again after an error
 
@@ -133,17 +131,13 @@ class _EndOfStep(TrainerCallback):
 def _check(trainer: Any, opt: Any) -> None:
     if not isinstance(opt, PairedOptimizer):
         raise TypeError(
-            f"StormPlusTrainer is for StormPlus, SimplifiedStormPlus and Storm, got "
-            f"{type(opt).__name__}: pass optimizers=(StormPlus(model.parameters()), None). "
+            f"StormPlusTrainer got {type(opt).__name__}: pass optimizers=(StormPlus(...), None). "
             "Untuned needs transformers.Trainer with callbacks=[UntunedCallback()]"
         )
     kind = trainer.accelerator.distributed_type
     if kind not in VERIFIED or trainer.args.n_gpu > 1:
         name = "DataParallel" if kind in VERIFIED else kind.value
-        raise ValueError(
-            f"{name} has not been verified with two evaluations per step: use one device or DDP "
-            "(torchrun)"
-        )
+        raise ValueError(f"{name} has not been verified: use one device or DDP (torchrun)")
     if trainer.args.max_grad_norm > 0 and trainer.is_world_process_zero():
         warnings.warn(
             f"max_grad_norm={trainer.args.max_grad_norm:g} (the default is 1.0) {CLIPPING}: "

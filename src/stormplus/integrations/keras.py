@@ -34,15 +34,6 @@ if keras.backend.backend() != "torch":
 
 _STATE = "stormplus"
 _METHODS = ("StormPlus", "SimplifiedStormPlus", "Storm", "Untuned")
-_CLIPPING = "leave it out; a smaller learning_rate shortens the moves instead"
-_REFUSED = {
-    "clipnorm": _CLIPPING,
-    "clipvalue": _CLIPPING,
-    "global_clipnorm": _CLIPPING,
-    "use_ema": "use stormplus.UniformIterate",
-    "gradient_accumulation_steps": "use a larger batch_size",
-    "loss_scale_factor": "use the dtype policy mixed_bfloat16, which needs none",
-}
 
 
 @keras.saving.register_keras_serializable("stormplus")
@@ -67,8 +58,6 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         name: str = "stormplus",
         **options: Any,
     ) -> None:
-        for key in options.keys() & _REFUSED.keys():
-            raise ValueError(f"{key}={options[key]!r} is not supported: {_REFUSED[key]}")
         if method not in _METHODS:
             raise ValueError(f"method must be one of {', '.join(_METHODS)}, got {method!r}")
         if method == "Untuned" and isinstance(learning_rate, (int, float)):
@@ -78,6 +67,13 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         self.method, self._options = method, options
         self.average = Average()
         self._torch_optimizer: BaseOptimizer | None = None
+        self._make([nn.Parameter(torch.ones(1))])  # raises now if it does not know an option
+
+    def _make(self, params: Any) -> BaseOptimizer:
+        make: Any = getattr(optimizers, self.method)
+        rate = {} if make is Untuned else {"lr": float(self.learning_rate)}
+        opt: BaseOptimizer = make(params, **rate, **self._options)
+        return opt
 
     @property
     def torch_optimizer(self) -> BaseOptimizer:
@@ -90,15 +86,12 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         for variable in variables:
             if variable.constraint is not None:  # Keras would apply it after each step
                 raise ValueError(
-                    f"{variable.path} has the constraint {type(variable.constraint).__name__}, "
-                    "which changes the weights after each step: use a regularizer instead, or "
-                    "constrain the weights inside the layer's call"
+                    f"{variable.path} has the constraint {type(variable.constraint).__name__}: use "
+                    "a regularizer, or constrain the weights inside the layer's call"
                 )
         super().build(variables)
         params = {id(v.value): v.value for v in variables}  # a layer may be there twice
-        make: Any = getattr(optimizers, self.method)
-        rate = {} if make is Untuned else {"lr": float(self.learning_rate)}
-        opt = self._torch_optimizer = make(params.values(), **rate, **self._options)
+        opt = self._torch_optimizer = self._make(params.values())
         if isinstance(opt, Untuned):
             self.average = Average([opt])
 
@@ -120,9 +113,8 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """Raise: Keras's own training step calls this, which the mixin replaces."""
         raise RuntimeError(
-            f"{self.method} needs a training step of its own: make the model's class "
-            "`class Model(StormPlusModelMixin, keras.Model)`, with StormPlusModelMixin from "
-            "stormplus.integrations.keras"
+            f"{self.method} needs the training step of StormPlusModelMixin: "
+            "`class Model(StormPlusModelMixin, keras.Model)`"
         )
 
     def exclude_from_weight_decay(self, *args: Any, **kwargs: Any) -> None:
@@ -143,9 +135,11 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
 
     def load_own_variables(self, store: Any) -> None:
         keys = list(store.keys())  # Keras's stores are not quite dictionaries
-        super().load_own_variables({key: store[key] for key in keys if key != _STATE})
-        if _STATE in keys:
-            file = BytesIO(np.asarray(store[_STATE]).tobytes())
+        variables = {key: store[key] for key in keys}
+        state = variables.pop(_STATE, None)
+        super().load_own_variables(variables)
+        if state is not None:
+            file = BytesIO(np.asarray(state).tobytes())
             self.torch_optimizer.load_state_dict(torch.load(file, weights_only=True))
 
 
@@ -194,8 +188,8 @@ class StormPlusModelMixin:
         if not isinstance(self.optimizer, StormPlusOptimizer):
             raise TypeError(
                 "StormPlusModelMixin needs compile(optimizer=StormPlusOptimizer(...)), got "
-                f"{type(self.optimizer).__name__}. A LossScaleOptimizer comes from the dtype "
-                "policy mixed_float16: use mixed_bfloat16, which needs no loss scale"
+                f"{type(self.optimizer).__name__}. For a LossScaleOptimizer, replace the dtype "
+                "policy mixed_float16 by mixed_bfloat16"
             )
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         first: list[Any] = []

@@ -6,21 +6,20 @@ evaluates only the last micro-batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any
 
 from stormplus.install import required
 from stormplus.integrations.replay import CLIPPING, Replay
-from stormplus.integrations.untuned import AverageCallback, final_lrs, warn_of_decay
-from stormplus.torch import PairedOptimizer, Untuned
+from stormplus.integrations.untuned import AverageCallback
+from stormplus.torch import PairedOptimizer
 from stormplus.versions import order_is_drawn_again
 
 with required("lightning"):
     from lightning.pytorch import Callback, LightningModule, Trainer
     from lightning.pytorch.callbacks import StochasticWeightAveraging
-    from lightning.pytorch.plugins.precision import MixedPrecision, Precision
     from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
     from lightning.pytorch.trainer import call
     from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -42,30 +41,18 @@ class UntunedCallback(AverageCallback, Callback):
         self._begin(trainer.optimizers, pl_module, "return Untuned from configure_optimizers")
         if _has_swa(trainer):
             raise ValueError("leave StochasticWeightAveraging out: Untuned averages by itself")
-        if self._recalibrate_batches and not pl_module.automatic_optimization:
+        if self._average.recalibrate_batches and not pl_module.automatic_optimization:
             raise ValueError(
                 "recalibrate_batches calls training_step again, which steps with manual "
                 "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
             )
-        for config in trainer.lr_scheduler_configs:
-            by_step = config.interval == "step"
-            steps = trainer.estimated_stepping_batches if by_step else trainer.max_epochs
-            opt = config.scheduler.optimizer
-            if isinstance(opt, Untuned) and steps and 0 < steps < float("inf"):
-                warn_of_decay(opt, final_lrs(config.scheduler, int(steps) // config.frequency))
-        save = trainer.save_checkpoint
-
-        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
-            with self._average.swapped_in():
-                save(*args, **kwargs)
-
-        self._hooks.enter_context(_replaced(trainer, "save_checkpoint", save_checkpoint))
+        self._hooks = self._average.swap_in_for_saving(pl_module)
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         self._average.swap_out()
-        if not self._recalibrate_batches:
+        if not self._average.recalibrate_batches:
             return
         takes_index = is_param_in_hook_signature(pl_module.training_step, "batch_idx", min_args=2)
         args = (batch, batch_idx) if takes_index else (batch,)
@@ -83,7 +70,8 @@ class UntunedCallback(AverageCallback, Callback):
         self._end()
 
     def on_exception(self, *_: Any) -> None:
-        self._average.swap_in(recalibrated=False)  # other ranks may not get here
+        for opt in self._average.optimizers:
+            opt.eval()  # without new statistics: other ranks may not get here
         self._hooks.close()
 
 
@@ -91,7 +79,7 @@ class StormPlusCallback(Callback):
     """Makes `StormPlus`, `SimplifiedStormPlus` and `Storm` exact under Lightning's trainer.
 
     With automatic optimization the two evaluations of a step see the same micro-batches and
-    random numbers, running statistics move once, and `self.log` and torchmetrics see the second
+    random numbers, running statistics move once, and `self.log` and torchmetrics see the first
     evaluation only. With manual optimization call
     `opt.step(same_sample(opt.optimizer, self)(closure))`.
 
@@ -105,7 +93,6 @@ class StormPlusCallback(Callback):
         self._log_diagnostics = log
         self._installed = ExitStack()
         self._replay: Replay | None = None
-        self._last: Callable[[], Any] | None = None  # evaluates the last micro-batch
         self._resumed: dict[str, Any] | None = None
 
     def setup(self, *_: Any, **__: Any) -> None:
@@ -123,7 +110,8 @@ class StormPlusCallback(Callback):
         def process() -> None:
             if scaler is not None:
                 scaler.unscale_(opt)
-            plugin._after_closure(pl_module, opt)  # hooks and clipping, as for the first gradient
+            with _without_logging(pl_module):
+                plugin._after_closure(pl_module, opt)  # hooks and clipping, as the first time
 
         replay = self._replay = Replay(opt, pl_module, process, scaler)
         self._installed.callback(replay.remove)
@@ -131,12 +119,8 @@ class StormPlusCallback(Callback):
 
         def training_step(*args: Any, **kwargs: Any) -> Any:
             if not replay.running:
-                batch = trainer._results.batch
-                again = partial(_evaluate_again, trainer, opt, batch, args, kwargs)
-                replay.record(self._last or again)
-            counts = not opt.started or opt.pending
-            with nullcontext() if counts else _without_logging(pl_module):
-                return user_training_step(*args, **kwargs)
+                replay.record(partial(_evaluate_again, trainer, opt, args, kwargs))
+            return user_training_step(*args, **kwargs)
 
         def optimizer_step(epoch: Any, batch_idx: Any, optimizer: Any, closure: Any) -> None:
             def first() -> Any:
@@ -145,13 +129,11 @@ class StormPlusCallback(Callback):
                     raise _SampleSkipped
                 return loss
 
-            self._last = closure
             try:
                 user_optimizer_step(epoch, batch_idx, optimizer, first)
             except _SampleSkipped:
                 pass
             finally:
-                self._last = None
                 replay.finish()
 
         self._installed.enter_context(_replaced(pl_module, "training_step", training_step))
@@ -218,13 +200,13 @@ class _SampleSkipped(Exception):
     """Raised when `training_step` returned None: the user skips this batch."""
 
 
-def _evaluate_again(trainer: Any, opt: PairedOptimizer, batch: Any, args: Any, kwargs: Any) -> None:
-    """Evaluate a micro-batch that is not the last: DDP does not synchronise its gradient."""
-    strategy, results = trainer.strategy, trainer._results
+def _evaluate_again(trainer: Any, opt: PairedOptimizer, args: Any, kwargs: Any, last: bool) -> None:
+    """Evaluate a micro-batch as Lightning's loop does; DDP synchronises after the last one."""
+    strategy = trainer.strategy
+    waits = isinstance(strategy, DDPStrategy) and not last
     with (
-        strategy.block_backward_sync() if isinstance(strategy, DDPStrategy) else nullcontext(),
-        _replaced(results, "batch", batch),  # `self.log` weighs by its size
-        _replaced(results, "batch_size", None),  # Lightning's cache of that size
+        strategy.block_backward_sync() if waits else nullcontext(),
+        _without_logging(trainer.lightning_module),
     ):
         output = call._call_strategy_hook(trainer, "training_step", *args, **kwargs)
         loss = output.get("loss") if isinstance(output, Mapping) else output
@@ -265,8 +247,8 @@ def _paired_optimizers(trainer: Trainer) -> list[PairedOptimizer]:
     if not paired:
         names = ", ".join(type(opt).__name__ for opt in trainer.optimizers) or "nothing"
         raise TypeError(
-            f"StormPlusCallback is for StormPlus, SimplifiedStormPlus and Storm, got {names}: "
-            "return one of them from configure_optimizers. Untuned needs UntunedCallback"
+            f"StormPlusCallback got {names}: return StormPlus from configure_optimizers. Untuned "
+            "needs UntunedCallback"
         )
     return paired
 
@@ -279,24 +261,20 @@ def _check(trainer: Any, pl_module: LightningModule) -> None:
     """Raise if the two gradients of a sample would silently be wrong."""
     if not isinstance(trainer, Trainer):
         raise TypeError("import Trainer from lightning.pytorch, not from pytorch_lightning")
-    plugin, strategy = trainer.precision_plugin, trainer.strategy
-    automatic, training_step = pl_module.automatic_optimization, pl_module.training_step
-    passes_closure = (Precision.optimizer_step, MixedPrecision.optimizer_step)
-    if type(plugin).optimizer_step not in passes_closure:
-        raise TypeError(f"{type(plugin).__name__} does not pass the closure on: use bf16-mixed")
-    if not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
+    if not isinstance(trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
         raise TypeError(
-            f"the strategy {type(strategy).__name__} has not been verified: use one device or "
+            f"{type(trainer.strategy).__name__} has not been verified: use one device or "
             'strategy="ddp", or FSDP2 in your own loop (docs/many-machines.md)'
         )
     if _has_swa(trainer):
         raise ValueError("leave StochasticWeightAveraging out: average with EMAWeightAveraging")
-    if automatic and is_param_in_hook_signature(training_step, "dataloader_iter", explicit=True):
+    if not pl_module.automatic_optimization:
+        if getattr(trainer.precision_plugin, "scaler", None) is not None:
+            raise ValueError("16-mixed drops the closure of manual optimization: use bf16-mixed")
+    elif is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
         raise TypeError(
             "training_step(self, dataloader_iter) draws another batch each time it is called: take "
             "(self, batch, batch_idx), or use manual optimization with one draw before the closure"
         )
-    if not automatic and getattr(plugin, "scaler", None) is not None:
-        raise ValueError("16-mixed drops the closure of manual optimization: use bf16-mixed")
     if trainer.gradient_clip_val or is_overridden("configure_gradient_clipping", pl_module):
         rank_zero_warn(f"gradient clipping {CLIPPING}: Trainer(gradient_clip_val=None)")

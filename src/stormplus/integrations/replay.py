@@ -41,28 +41,28 @@ class Replay:
         scaler: torch.amp.GradScaler | None = None,
     ) -> None:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
-        self._micro_batches: list[Callable[[], Any]] = []
+        self._micro_batches: list[Callable[[bool], Any]] = []
         self._sample: same_sample | None = None
         self._first_done = False
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._pass_closure)
         managed.add(opt)
 
-    @property
-    def recording(self) -> bool:
-        """Whether a micro-batch of the present sample has been recorded."""
-        return self._sample is not None
+    def record(self, evaluate: Callable[[bool], Any]) -> None:
+        """Record a micro-batch, before its first evaluation.
 
-    def record(self, evaluate: Callable[[], Any]) -> None:
-        """Record a micro-batch, before its first evaluation; `evaluate` repeats that."""
+        Args:
+            evaluate: Called as `evaluate(last)` to repeat that evaluation. Processes need to
+                synchronize gradients only after the last micro-batch of the sample.
+        """
         if self._sample is None:
             self._sample = same_sample(self.opt, self._model).__enter__()
         streams = self.opt.random_streams()
 
-        def evaluate_again() -> None:
+        def evaluate_again(last: bool) -> None:
             if self.opt.replays_rng:
                 streams.rewind()
-            evaluate()
+            evaluate(last)
 
         self._micro_batches.append(evaluate_again)
 
@@ -124,8 +124,10 @@ class Replay:
         self.running = True
         try:
             self.opt.zero_grad()
-            for evaluate_again in self._micro_batches:
-                evaluate_again()
+            *others, last = self._micro_batches
+            for evaluate_again in others:
+                evaluate_again(False)
+            last(True)
             self._process()
         finally:
             self.running = False

@@ -79,16 +79,14 @@ class StormPlusNetMixin:
             return
         if len(optimizers) != 1:
             raise ValueError(
-                f"the net has the optimizers {self._optimizers}, and each would take two gradients "
-                "while the others do not move: give all parameters to one optimizer, in groups "
-                "(optimizer__param_groups)"
+                f"the net has the optimizers {self._optimizers}: give all parameters to one, in "
+                "groups (optimizer__param_groups)"
             )
         opt = optimizers[0]
         if not isinstance(opt, PairedOptimizer):
             raise TypeError(
                 f"StormPlusNetMixin is for the optimizers of stormplus, got {type(opt).__name__}. "
-                "An AcceleratedOptimizer comes from skorch's AccelerateMixin, which steps without "
-                "a closure: leave that mixin out"
+                "For an AcceleratedOptimizer, leave skorch's AccelerateMixin out"
             )
         parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
         model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])

@@ -1,26 +1,24 @@
-"""What every trainer needs for `Untuned`: the average is swapped in and out, rates are checked."""
+"""`Untuned` in any trainer: swaps its average in and out, and warns of learning rates."""
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
-from copy import copy
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import _disable_dynamo, nn  # type: ignore[attr-defined]
-from torch.optim.lr_scheduler import LambdaLR
 
 from stormplus.torch import Untuned, recalibrate
 from stormplus.trainers import managed
 
-DECAYED_LR = 0.05
-# Whether to warn if the lr of an optimizer becomes small: not in a warm-up, and only once.
-_warns_of_decay: WeakKeyDictionary[Untuned, bool] = WeakKeyDictionary()
+# The highest learning rate so far; infinite once the warning of a falling one was given.
+_highest_lr: WeakKeyDictionary[Untuned, float] = WeakKeyDictionary()
 
 
 class Average:
@@ -41,25 +39,20 @@ class Average:
         model: nn.Module | None = None,
         recalibrate_batches: int = 0,
     ) -> None:
-        if not (isinstance(recalibrate_batches, int) and recalibrate_batches >= 0):
-            raise ValueError(
-                "recalibrate_batches must be an integer, at least 0, got "
-                f"{recalibrate_batches!r}: 20 is a good value"
-            )
+        if recalibrate_batches < 0:
+            raise ValueError(f"recalibrate_batches must be at least 0, got {recalibrate_batches}")
         self.optimizers = list(optimizers)
         managed.update(self.optimizers)
         self._model = model
+        self.recalibrate_batches = recalibrate_batches
         self._batches: deque[Callable[[], Any]] = deque(maxlen=recalibrate_batches)
         self._recalibrated_at: list[int] = []
 
-    def swap_in(self, *, recalibrated: bool = True) -> None:
+    def swap_in(self) -> None:
         """Put the average in, before validating or saving. Calling it again changes nothing."""
         for opt in self.optimizers:
             opt.eval()
-            if _warns_of_decay.get(opt):
-                warn_of_decay(opt, _lrs(opt))
-        if recalibrated:
-            self._recalibrate()
+        self._recalibrate()
 
     def swap_out(self) -> None:
         """Put the iterate back, before training. Calling it again changes nothing.
@@ -75,19 +68,7 @@ class Average:
                 )
                 opt.reset()
             opt.train()
-            if max(_lrs(opt)) >= DECAYED_LR:
-                _warns_of_decay.setdefault(opt, True)
-
-    @contextmanager
-    def swapped_in(self) -> Iterator[None]:
-        """Hold the average inside the context, and what was there before outside."""
-        before = all(opt.at_average for opt in self.optimizers)
-        self.swap_in()
-        try:
-            yield
-        finally:
-            if not before:
-                self.swap_out()
+            _warn_if_lr_falls(opt)
 
     def remember(self, evaluate: Callable[[], Any]) -> None:
         """Keep a training batch, as a function that evaluates it, to recompute statistics."""
@@ -108,24 +89,25 @@ class Average:
         A call in train mode and a step with a closure swap the average out. A call in eval mode
         and taking the state of the module or of the optimizer swap it in.
         """
-        if self._batches.maxlen and _synchronizes_statistics(module):
+        if self.recalibrate_batches and _synchronizes_statistics(module):
             raise ValueError(
                 "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
-                "others. Leave it at 0, and before the last save call opt.eval() and "
-                "stormplus.recalibrate(model, batches) on every process"
+                "others. Call opt.eval() and stormplus.recalibrate on every process instead"
             )
-        saved = getattr(module, "_orig_mod", module)  # some trainers save the uncompiled module
-        hooks = [
-            module.register_forward_pre_hook(self._before_call, prepend=True, with_kwargs=True),
-            saved.register_state_dict_pre_hook(self._before_save),
-        ]
+        hooks = self.swap_in_for_saving(module)
+        before_call = partial(module.register_forward_pre_hook, prepend=True, with_kwargs=True)
+        hooks.callback(before_call(self._before_call).remove)
         for opt in self.optimizers:
-            hooks.append(opt.register_state_dict_pre_hook(self._before_save))
-            hooks.append(opt.register_step_pre_hook(self._before_step))
-        stack = ExitStack()
-        for hook in hooks:
-            stack.callback(hook.remove)
-        return stack
+            hooks.callback(opt.register_step_pre_hook(self._before_step).remove)
+        return hooks
+
+    def swap_in_for_saving(self, module: nn.Module) -> ExitStack:
+        """Swap in when the state of the module or an optimizer is taken, until this is closed."""
+        saved = getattr(module, "_orig_mod", module)  # some trainers save the uncompiled module
+        hooks = ExitStack()
+        for owner in (saved, *self.optimizers):
+            hooks.callback(owner.register_state_dict_pre_hook(self._before_saving).remove)
+        return hooks
 
     @_disable_dynamo  # the module may be compiled
     def _before_call(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -137,7 +119,7 @@ class Average:
         else:
             self.swap_in()
 
-    def _before_save(self, *_: Any) -> None:
+    def _before_saving(self, *_: Any) -> None:
         self.swap_in()
 
     def _before_step(self, opt: Any, args: Any, kwargs: Any) -> None:
@@ -154,7 +136,6 @@ class AverageCallback:
 
     def __init__(self, *, recalibrate_batches: int = 0) -> None:
         super().__init__()
-        self._recalibrate_batches = recalibrate_batches
         self._average = Average(recalibrate_batches=recalibrate_batches)
         self._hooks = ExitStack()
 
@@ -167,7 +148,7 @@ class AverageCallback:
                 f"UntunedCallback is for Untuned, got {names}: {advice}, or leave the callback out"
             )
         self._hooks.close()  # left by a run that failed
-        self._average = Average(untuned, model, self._recalibrate_batches)
+        self._average = Average(untuned, model, self._average.recalibrate_batches)
 
     def _end(self) -> None:
         self._average.swap_in()
@@ -191,30 +172,18 @@ def ignore_lr(lr: Any) -> None:
         )
 
 
-def warn_of_decay(opt: Untuned, lrs: list[float]) -> None:
-    """Warn, once per optimizer, if its schedule has arrived or will end at these rates."""
-    if lrs and max(lrs) < DECAYED_LR and _warns_of_decay.get(opt, True):
-        _warns_of_decay[opt] = False
+def _warn_if_lr_falls(opt: Untuned) -> None:
+    """Warn, once per optimizer, if its learning rate falls; a warm-up only rises."""
+    # Reading a rate on a device would wait for it.
+    rates = [group["lr"] for group in opt.param_groups]
+    lr = max(1.0 if isinstance(rate, torch.Tensor) else float(rate) for rate in rates)
+    highest = max(lr, _highest_lr.get(opt, lr))
+    if lr < 0.99 * highest < math.inf:
         warnings.warn(
-            f"the learning-rate schedule decays to zero ({max(lrs):g}) and multiplies the steps of "
-            "Untuned, which needs no schedule: leave the scheduler out. In transformers, where the "
-            'default is linear: TrainingArguments(lr_scheduler_type="constant")',
+            f"the learning rate of Untuned falls, from {highest:g} to {lr:g}, and multiplies its "
+            "steps. It needs no schedule: leave the scheduler out. In transformers, where the "
+            'default decays to zero: TrainingArguments(lr_scheduler_type="constant")',
             stacklevel=3,
         )
-
-
-def _lrs(opt: Untuned) -> list[float]:
-    """Return the rates of all groups; reading those on a device would wait for it."""
-    rates = [group["lr"] for group in opt.param_groups]
-    return [1.0 if isinstance(lr, torch.Tensor) else float(lr) for lr in rates]
-
-
-def final_lrs(scheduler: Any, steps: int) -> list[float]:
-    """Return the rates of a torch scheduler after so many steps; none if they are not known."""
-    ahead = copy(scheduler)
-    if isinstance(ahead, LambdaLR):
-        return [float(lr) * f(steps) for lr, f in zip(ahead.base_lrs, ahead.lr_lambdas)]
-    if not hasattr(ahead, "_get_closed_form_lr"):
-        return []
-    ahead.last_epoch = steps
-    return list(ahead._get_closed_form_lr())
+        highest = math.inf
+    _highest_lr[opt] = highest
