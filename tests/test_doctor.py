@@ -93,6 +93,17 @@ def test_another_trajectory_or_a_wait_on_the_device_fails(checked):
     assert "waits for the device" in out
 
 
+@pytest.mark.parametrize("tensor", [0, 1])
+def test_a_parameter_that_becomes_nan_on_the_device_fails(checked, tensor):
+    def broken(params):
+        params = list(params)
+        if params[0].device.type != "cpu":
+            params[tensor].data.mul_(float("nan"))
+        return Untuned(params, check_finite=False)
+
+    assert not checked(parities=[Parity("broken", broken)])[0]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device here")
 @pytest.mark.parametrize("device", ["cuda", "meta", "no-such-device"])
 def test_without_the_device_there_is_one_line_and_exit_code_2(device, capsys):

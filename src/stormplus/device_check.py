@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 import warnings
@@ -233,10 +234,11 @@ def _compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]
         _step(theirs, evaluate)
         _step(ours, repeat)
     backends = sorted({info.kernels.__name__ for info in ours._infos if info.kernels})
-    difference = max(
+    differences = [
         _distance(q.detach().cpu(), p.detach()) / _distance(p.detach(), x_1)
         for p, q, x_1 in zip(here, there, start)
-    )
+    ]
+    difference = max(differences) if all(map(math.isfinite, differences)) else math.inf
     return difference, ", ".join(name.rpartition(".")[2] for name in backends)
 
 
