@@ -5,7 +5,7 @@ between large temporaries leave holes that cannot be returned.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,14 @@ from stormplus.torch import PairedOptimizer
 
 TENSORS, ELEMENTS = 50, 500_000  # 25 M parameters
 _RESET = Path("/proc/self/clear_refs")
+
+
+def with_gradients(shapes: Iterable[Sequence[int]]) -> list[nn.Parameter]:
+    """Return random parameters of these shapes that have gradients."""
+    params = [nn.Parameter(0.01 * torch.randn(*shape)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
 
 
 def size_mb(tensors: Iterable[Tensor]) -> float:
@@ -54,19 +62,16 @@ def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any], steps: int =
 
 def _measure(make: Callable[..., torch.optim.Optimizer], steps: int, threads: int) -> float:
     torch.set_num_threads(threads)
-    _run(make([_with_gradient(n) for n in (8, 8, 1 << 16)]), steps)  # imports and compiles
-    params = [_with_gradient(ELEMENTS) for _ in range(TENSORS)]
+    small = make(with_gradients([(8,), (8,), (1 << 16,)]))
+    for _ in range(steps):  # imports and compiles
+        take_step(small)
+    params = with_gradients([(ELEMENTS,)] * TENSORS)
     _RESET.write_text("5")  # the peak to the current use
     before = _resident_mb("VmRSS")
     opt = make(params)
-    _run(opt, steps)
+    for _ in range(steps):
+        take_step(opt)
     return (_resident_mb("VmHWM") - before - state_mb(opt)) / size_mb(params)
-
-
-def _with_gradient(size: int) -> nn.Parameter:
-    p = nn.Parameter(torch.randn(size))
-    p.grad = torch.randn(size)
-    return p
 
 
 def take_step(opt: torch.optim.Optimizer) -> None:
@@ -77,8 +82,3 @@ def take_step(opt: torch.optim.Optimizer) -> None:
     if opt.started:
         opt.move()
     opt.estimate()
-
-
-def _run(opt: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        take_step(opt)

@@ -128,12 +128,13 @@ def mnist(model: str) -> Network:
 
 
 def cifar10(model: str) -> Network:
-    makes: dict[str, Callable[[], nn.Module]] = {
-        "bncnn": networks.batchnorm_cnn,
-        "resnet": networks.small_resnet,
+    settings: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+        "bncnn": (networks.batchnorm_cnn, 800, 1000),
+        "resnet": (networks.small_resnet, 400, 500),
     }
-    workload = on_cifar10(f"{model}-cifar10", makes[model], {"bncnn": 800, "resnet": 400}[model])
-    workload.measured = {"bncnn": 1000, "resnet": 500}[model]  # a forward pass is expensive
+    make, budget, measured = settings[model]
+    workload = on_cifar10(f"{model}-cifar10", make, budget)
+    workload.measured = measured  # a forward pass is expensive
     return workload
 
 
