@@ -48,30 +48,32 @@ def _resident_mb(what: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
 
 
-def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any], steps: int = 5) -> float | None:
-    """Return how far the resident set grows in some steps beyond the state, in sizes of the model.
+def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> float | None:
+    """Return how far the resident set grows in five steps beyond the state, in sizes of the model.
 
-    None where the system does not tell: it is read from /proc, in a new process.
+    Read from /proc, in a new process; None on systems that do not have it.
     """
     if not _RESET.exists():
         return None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         make = partial(cls, **options)
-        return process.submit(_measure, make, steps, torch.get_num_threads()).result()
+        return process.submit(_measure, make, torch.get_num_threads()).result()
 
 
-def _measure(make: Callable[..., torch.optim.Optimizer], steps: int, threads: int) -> float:
+def _measure(make: Callable[..., torch.optim.Optimizer], threads: int) -> float:
     torch.set_num_threads(threads)
-    small = make(with_gradients([(8,), (8,), (1 << 16,)]))
-    for _ in range(steps):  # imports and compiles
-        take_step(small)
+    _take_steps(make(with_gradients([(8,), (8,), (1 << 16,)])))  # imports and compiles
     params = with_gradients([(ELEMENTS,)] * TENSORS)
     _RESET.write_text("5")  # the peak to the current use
     before = _resident_mb("VmRSS")
     opt = make(params)
-    for _ in range(steps):
-        take_step(opt)
+    _take_steps(opt)
     return (_resident_mb("VmHWM") - before - state_mb(opt)) / size_mb(params)
+
+
+def _take_steps(opt: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        take_step(opt)
 
 
 def take_step(opt: torch.optim.Optimizer) -> None:

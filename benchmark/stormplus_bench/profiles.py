@@ -1,15 +1,13 @@
-"""Curves over seeds, time to target, and performance profiles.
+"""Curves over seeds, time to target, and performance profiles as in AlgoPerf (Dahl et al., 2023).
 
-Performance profiles as AlgoPerf scores them (Dahl et al., 2023, after Dolan and Moré, 2002).
-With t(m, w) the time in which method m reaches the target of workload w,
+With t(m, w) the time in which method m reaches the target of workload w, inf if it does not,
 
     r(m, w) = t(m, w) / min over methods of t(., w)
     rho_m(tau) = share of the workloads with r(m, w) <= tau
     score_m = 1 / (tau_max - 1) * integral of rho_m from 1 to tau_max,  tau_max = 4
 
-A missed target, or a workload without a run, is t = inf. Unlike AlgoPerf, time is counted in
-gradient evaluations, the loss is the training loss, and the targets come from the sweeps of the
-classic methods in the comparison instead of a separate study.
+Unlike AlgoPerf, time is counted in gradient evaluations, the loss is the training loss, and the
+targets come from the sweeps of the classic methods in the comparison.
 """
 
 from typing import NamedTuple
@@ -102,7 +100,7 @@ def performance_profile(frame: pd.DataFrame, *, best_lr: bool = False) -> Profil
     """
     target = targets(frame)
     times = time_to_target(frame, target)
-    chosen = finals.at(frame, best_lr=best_lr)[SETTING].merge(times, on=SETTING, how="left")
+    chosen = finals.at_lr(frame, best_lr=best_lr)[SETTING].merge(times, on=SETTING, how="left")
     grid = chosen.pivot(index="method", columns="workload", values="time")
     if best_lr:
         table = finals.tuned(frame)

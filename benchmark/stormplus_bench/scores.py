@@ -66,7 +66,7 @@ def wins_ties_losses(frame: pd.DataFrame, method: str, *, best_lr: bool = False)
     Both are at their defaults, or at their best lr. Workloads that one of them did not run are
     left out, and with `best_lr` those that one of them ran at a single lr.
     """
-    ends = finals.at(frame, best_lr=best_lr)
+    ends = finals.at_lr(frame, best_lr=best_lr)
     mine, others = ends[ends["method"] == method], ends[ends["method"] != method]
     pairs = mine.merge(others, on="workload", suffixes=("", "_rival"))
     achievable = (finals.initial_loss(frame) - finals.best_loss(frame)).clip(lower=0.0)

@@ -136,9 +136,9 @@ class SimulatedDevice(TorchDispatchMode):
         """Return a copy of a CPU tensor on the device. It is not counted."""
         return self._wrap("put", tensor.detach().clone(), {})
 
-    def launch(self, n: int = 1, name: str = "custom kernel") -> None:
-        """Count launches that torch does not see, such as those of a Triton kernel."""
-        self._record(name, {"launch": n})
+    def launch(self) -> None:
+        """Count a launch that torch does not see, such as that of a Triton kernel."""
+        self._record("custom kernel", {"launch": 1})
 
     def __enter__(self) -> SimulatedDevice:
         stand_ins = {

@@ -255,7 +255,7 @@ def losses_table(frame: pd.DataFrame) -> Table:
     return Table("losses", caption, table, dict.fromkeys(table, lambda value: number(value, 4)))
 
 
-def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:
+def validation_table(ends: pd.DataFrame) -> Table:
     """Return validation accuracies, or losses where there are none, from lines of `finals`."""
     columns, formats = {}, {}
     for workload, part in ends.set_index("method").groupby("workload"):
@@ -269,7 +269,7 @@ def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:
         "Validation accuracy in %, or validation loss where there is no accuracy, at the end of "
         "training, median over seeds."
     )
-    return Table(name, caption, table, formats)
+    return Table("validation", caption, table, formats)
 
 
 def results_table(frame: pd.DataFrame) -> Table:

@@ -41,11 +41,10 @@ class TorchSolver(BaseSolver):
     @property
     def method(self) -> str:
         """The name in rows, tables and figures."""
-        chosen = [str(getattr(self, name)) for name in self.options if not self._default(name)]
-        return " ".join([self.label, *chosen])
-
-    def _default(self, name: str) -> bool:
-        return bool(getattr(self, name) == self.options[name])
+        chosen = [(getattr(self, name), default) for name, default in self.options.items()]
+        return " ".join(
+            [self.label, *(str(value) for value, default in chosen if value != default)]
+        )
 
     @property
     def rate(self) -> float:

@@ -1,12 +1,11 @@
 """The methods of the benchmark; benchopt wants a file for each, which imports it from here."""
 
 import math
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 from dadaptation import DAdaptAdam  # type: ignore[import-untyped, unused-ignore]
-from dog import DoG, LDoG, PolynomialDecayAverager  # type: ignore[import-untyped, unused-ignore]
+from dog import DoG, LDoG  # type: ignore[import-untyped, unused-ignore]
 from mechanic_pytorch import mechanize  # type: ignore[import-untyped, unused-ignore]
 from prodigyopt import Prodigy  # type: ignore[import-untyped, unused-ignore]
 from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped, unused-ignore]
@@ -33,7 +32,7 @@ def one_gradient(name: str, label: str, default_lr: float, optimizer: Any) -> ty
         if variant is None:
             return OneGradient(made)
         if variant == "average":
-            return Averaged(made, PolynomialDecayAverager(training.model))
+            return Averaged(made, training.model)
         warmup = 0.05 if label == "AdamW" else 0.0
         return Scheduled(made, training.workload.budget, warmup, linear=variant == "linear")
 
@@ -56,10 +55,6 @@ def paired(name: str, label: str, optimizer: Any) -> type[TorchSolver]:
     return solver(name, label, 1.0, stepper, unit=1.0)
 
 
-def _untuned(training: Training, lr: float) -> Stepper:
-    return AtAverage(Untuned(training.parameters))
-
-
 def _dog(training: Training, lr: float, optimizer: Any = DoG) -> Stepper:
     """DoG (Ivgi et al. 2023) with the averager that its documentation calls crucial.
 
@@ -67,17 +62,13 @@ def _dog(training: Training, lr: float, optimizer: Any = DoG) -> Stepper:
     """
     reps_rel = 1e-4 if training.workload.batch_norm else 1e-6
     made = optimizer(training.parameters, reps_rel, lr)
-    return Averaged(made, PolynomialDecayAverager(training.model))
+    return Averaged(made, training.model)
 
 
 def _schedule_free(training: Training, lr: float, warmup: float = 0.0) -> Stepper:
     """AdamW (Defazio et al. 2024); `warmup` is the share of the budget in which its rate rises."""
     rising = round(warmup * training.workload.budget)
     return AtAverage(AdamWScheduleFree(training.parameters, lr=lr, warmup_steps=rising))
-
-
-def _schedule_free_plus(training: Training, lr: float) -> Stepper:
-    return steppers.AtAverageWithLoss(ScheduleFreePlus(training.parameters, lr=lr))
 
 
 def _nadamw(training: Training, lr: float) -> Stepper:
@@ -117,10 +108,6 @@ def no_budget(workload: Workload) -> str | None:
     return None if enough else "a full gradient takes more than a quarter of the budget"
 
 
-def on_model(stepper: Callable[..., Stepper]) -> Callable[[Training, float], Stepper]:
-    return lambda training, lr: stepper(training.model, lr)
-
-
 # Each with its name in suites, its name in tables and its documented learning rate.
 adagrad = one_gradient("adagrad", "AdaGrad", 1e-2, optim.Adagrad)
 adam = one_gradient("adam", "Adam", 1e-3, optim.Adam)
@@ -140,9 +127,13 @@ storm = paired("storm", "STORM", Storm)
 dog = solver("dog", "DoG", 1.0, _dog)
 l_dog = solver("l-dog", "L-DoG", 1.0, partial(_dog, optimizer=LDoG))
 # Yuan et al. 2024; approximate is its authors' default, with one gradient per step.
-mars = solver("mars", "MARS", 3e-3, on_model(steppers.Mars))
+mars = solver("mars", "MARS", 3e-3, lambda run, lr: steppers.Mars(run.model, lr))
 mars_approximate = solver(
-    "mars-approximate", "MARS approximate", 3e-3, on_model(steppers.MarsApproximate), no_matrix
+    "mars-approximate",
+    "MARS approximate",
+    3e-3,
+    lambda run, lr: steppers.MarsApproximate(run.model, lr),
+    no_matrix,
 )
 muon = solver("muon", "Muon", 1e-3, _muon, no_hidden_matrix)
 nadamw = solver("nadamw", "NadamW", NadamW.LR, _nadamw)
@@ -151,7 +142,12 @@ schedule_free_warmup = solver(
     "schedule-free-warmup", "Schedule-Free warm-up", 0.0025, partial(_schedule_free, warmup=0.05)
 )
 # Defazio 2026: no learning rate; lr 1 multiplies its step, as documented.
-schedule_free_plus = solver("schedule-free-plus", "ScheduleFree+", 1.0, _schedule_free_plus)
+schedule_free_plus = solver(
+    "schedule-free-plus",
+    "ScheduleFree+",
+    1.0,
+    lambda run, lr: steppers.AtAverageWithLoss(ScheduleFreePlus(run.parameters, lr=lr)),
+)
 # Johnson and Zhang 2013: no package documents a default.
-svrg = solver("svrg", "SVRG", 0.1, on_model(steppers.Svrg), no_budget)
-untuned = solver("untuned", "Untuned", 1.0, _untuned)
+svrg = solver("svrg", "SVRG", 0.1, lambda run, lr: steppers.Svrg(run.model, lr), no_budget)
+untuned = solver("untuned", "Untuned", 1.0, lambda run, lr: AtAverage(Untuned(run.parameters)))

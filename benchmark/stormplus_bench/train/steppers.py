@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from dog import PolynomialDecayAverager  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW
 
@@ -78,10 +79,10 @@ class TwoGradients(OneGradient):
 class Averaged(OneGradient):
     """Measured at an average of the iterates: DoG with its authors' averager."""
 
-    def __init__(self, optimizer: Any, averager: Any) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
         super().__init__(optimizer)
-        self.averager = averager
-        self.copies = list(averager.averaged_model.parameters())
+        self.averager = PolynomialDecayAverager(model)
+        self.copies = list(self.averager.averaged_model.parameters())
 
     def step(self, training: Training) -> None:
         try:
@@ -91,7 +92,8 @@ class Averaged(OneGradient):
         self.averager.step()
 
     def result(self, training: Training) -> nn.Module:
-        return training.model if training.evaluations == 0 else self.averager.averaged_model
+        average: nn.Module = self.averager.averaged_model
+        return training.model if training.evaluations == 0 else average
 
 
 class AtAverage(OneGradient):
