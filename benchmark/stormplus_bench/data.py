@@ -7,9 +7,8 @@ downloads them; a workload without its data is skipped. No pickle is ever loaded
 import gzip
 import os
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pooch  # type: ignore[import-untyped]
@@ -54,8 +53,7 @@ class DownloadError(RuntimeError):
     """A file could not be downloaded."""
 
 
-@dataclass(frozen=True)
-class Images:
+class Images(NamedTuple):
     """Images, uint8 of shape N x C x H x W, and labels, int64."""
 
     train_x: NDArray[np.uint8]
@@ -64,8 +62,7 @@ class Images:
     test_y: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Characters as codes into `vocabulary`; the first 90% are for training."""
 
     train: NDArray[np.int64]

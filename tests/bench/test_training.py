@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from dog import LDoG
 from schedulefree import AdamWScheduleFree
 from torch import nn
 from torch.nn import functional as F
@@ -135,23 +134,14 @@ def nadamw_update(t, p, g, old, s):
     return (1 - lr * decay) * p - lr * ahead / ((s["v"] / (1 - b2**t)).sqrt() + 1e-8)
 
 
-def ldog_update(t, p, g, old, s):
-    """Ivgi and others (2023), Section 4.3: DoG with the distance and the norms of a tensor."""
-    start = s.setdefault("start", p.clone())
-    s["r"] = max(s.get("r", 1e-6 * (1 + p.norm())), (p - start).norm())
-    s["sum"] = s.get("sum", 1e-8) + (g * g).sum()
-    return p - s["r"] / s["sum"].sqrt() * g
-
-
 @pytest.mark.parametrize(
     ("stepper", "update", "evaluations", "samples"),
     [
         (method(solvers.mars), mars_update, 11, 6),
         (method(solvers.mars_approximate), mars_approximate_update, 12, 12),
         (lambda t: OneGradient(NadamW(t.parameters)), nadamw_update, 12, 12),
-        (lambda t: OneGradient(LDoG(t.parameters)), ldog_update, 12, 12),
     ],
-    ids=["MARS", "MARS approximate", "NadamW", "L-DoG"],
+    ids=["MARS", "MARS approximate", "NadamW"],
 )
 def test_a_method_is_its_papers_update_per_tensor(stepper, update, evaluations, samples):
     workload = digits()
