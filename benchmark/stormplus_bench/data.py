@@ -4,6 +4,7 @@ They are kept in `$STORMPLUS_DATA`, by default a folder in the user's cache. `st
 downloads them; a workload without its data is skipped. No pickle is ever loaded.
 """
 
+import contextlib
 import gzip
 import os
 import zlib
@@ -158,18 +159,22 @@ def download(name: str, folder: Path | str | None = None) -> None:
     """Download the missing files of a data set and compare their checksums.
 
     Raises:
+        ValueError: A file that is there differs from its release.
         DownloadError: No connection, or another content; the message names the files to copy.
         OSError: The folder cannot be written.
     """
     from requests import RequestException
 
+    with contextlib.suppress(MissingData):
+        load(name, folder)
+        return
     root, (server, files) = data_folder(folder), REMOTES[name]
     for path, checksum in files.items():
         target, url, unpack = root / path, f"{server}/{path}", None
         if path.endswith(".tar.gz"):
             unpack = pooch.Untar([f"cifar-10-batches-bin/{f}" for f in CIFAR10_FILES], root)
         elif target.exists():
-            continue  # checked when it is read
+            continue
         try:
             pooch.retrieve(url, checksum, target.name, target.parent, unpack)
         except (RequestException, ValueError) as error:
