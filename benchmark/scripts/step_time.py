@@ -15,8 +15,8 @@ from prodigyopt import Prodigy
 from schedulefree import AdamWScheduleFree
 
 from stormplus import StormPlus, Untuned
-from stormplus_bench.commands.bench_step import median_ratio, parameters, times_of
-from stormplus_bench.memory import take_step
+from stormplus_bench.commands.bench_step import median_ratio, times_of
+from stormplus_bench.memory import take_step, with_gradients
 from stormplus_bench.train.networks import resnet34
 
 ROUNDS = 15
@@ -24,7 +24,7 @@ OUT = Path("docs/results/step_time.json")
 
 
 def main() -> None:
-    params = parameters([p.shape for p in resnet34(1000).parameters()])
+    params = with_gradients([p.shape for p in resnet34(1000).parameters()])
     schedule_free = AdamWScheduleFree(params, lr=1e-6)
     schedule_free.train()
     optimizers = {

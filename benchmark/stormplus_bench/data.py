@@ -4,12 +4,12 @@ They are kept in `$STORMPLUS_DATA`, by default a folder in the user's cache. `st
 downloads them; a workload without its data is skipped. No pickle is ever loaded.
 """
 
+import contextlib
 import gzip
 import os
 import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pooch  # type: ignore[import-untyped]
@@ -21,34 +21,27 @@ CIFAR10_FILES = (*(f"data_batch_{k}.bin" for k in range(1, 6)), "test_batch.bin"
 CIFAR10_RECORDS = 10_000  # in each of the six files
 MNIST_IMAGES = {"train": 60_000, "t10k": 10_000}
 SHAKESPEARE_BYTES = 1_115_394
+SHAKESPEARE_SHA256 = "86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed"
 
-MNIST_URL = "https://ossci-datasets.s3.amazonaws.com/mnist"
-CHAR_RNN = "https://raw.githubusercontent.com/karpathy/char-rnn/master/data"
-# By data set, files to download: address, place in the data folder, published checksum.
-REMOTES: dict[str, list[tuple[str, str, str]]] = {
-    "cifar10": [
-        (
-            "https://www.cs.toronto.edu/~kriz/cifar-10-binary.tar.gz",
-            "cifar-10-binary.tar.gz",
-            "md5:c32a1d4ab5d03f1284b67883e8d87530",
-        )
-    ],
-    "mnist": [
-        (f"{MNIST_URL}/{name}", f"mnist/{name}", f"md5:{md5}")
-        for name, md5 in (
-            ("train-images-idx3-ubyte.gz", "f68b3c2dcbeaaa9fbdd348bbdeb94873"),
-            ("train-labels-idx1-ubyte.gz", "d53e105ee54ea40749a09fcbcd1e9432"),
-            ("t10k-images-idx3-ubyte.gz", "9fb629c4189551a2d022fa330f9573f3"),
-            ("t10k-labels-idx1-ubyte.gz", "ec29112dd5afa0611ce80d1b7f02629c"),
-        )
-    ],
-    "shakespeare": [
-        (
-            f"{CHAR_RNN}/tinyshakespeare/input.txt",
-            "tinyshakespeare/input.txt",
-            "sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
-        )
-    ],
+# By data set: a server, and by place in the data folder the published checksums of its files.
+REMOTES: dict[str, tuple[str, dict[str, str]]] = {
+    "cifar10": (
+        "https://www.cs.toronto.edu/~kriz",
+        {"cifar-10-binary.tar.gz": "md5:c32a1d4ab5d03f1284b67883e8d87530"},
+    ),
+    "mnist": (
+        "https://ossci-datasets.s3.amazonaws.com",
+        {
+            "mnist/train-images-idx3-ubyte.gz": "md5:f68b3c2dcbeaaa9fbdd348bbdeb94873",
+            "mnist/train-labels-idx1-ubyte.gz": "md5:d53e105ee54ea40749a09fcbcd1e9432",
+            "mnist/t10k-images-idx3-ubyte.gz": "md5:9fb629c4189551a2d022fa330f9573f3",
+            "mnist/t10k-labels-idx1-ubyte.gz": "md5:ec29112dd5afa0611ce80d1b7f02629c",
+        },
+    ),
+    "shakespeare": (
+        "https://raw.githubusercontent.com/karpathy/char-rnn/master/data",
+        {"tinyshakespeare/input.txt": f"sha256:{SHAKESPEARE_SHA256}"},
+    ),
 }
 NAMES = tuple(REMOTES)
 
@@ -61,8 +54,7 @@ class DownloadError(RuntimeError):
     """A file could not be downloaded."""
 
 
-@dataclass(frozen=True)
-class Images:
+class Images(NamedTuple):
     """Images, uint8 of shape N x C x H x W, and labels, int64."""
 
     train_x: NDArray[np.uint8]
@@ -71,8 +63,7 @@ class Images:
     test_y: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Characters as codes into `vocabulary`; the first 90% are for training."""
 
     train: NDArray[np.int64]
@@ -168,27 +159,29 @@ def download(name: str, folder: Path | str | None = None) -> None:
     """Download the missing files of a data set and compare their checksums.
 
     Raises:
+        ValueError: A file that is there differs from its release.
         DownloadError: No connection, or another content; the message names the files to copy.
         OSError: The folder cannot be written.
     """
     from requests import RequestException
 
-    root = data_folder(folder)
-    for url, path, checksum in REMOTES[name]:
-        target = root / path
-        if target.exists() and name != "cifar10":
-            continue  # checked when it is read
-        processor = None
-        if name == "cifar10":
-            members = [f"cifar-10-batches-bin/{file}" for file in CIFAR10_FILES]
-            processor = pooch.Untar(members, extract_dir=root)
+    with contextlib.suppress(MissingData):
+        load(name, folder)
+        return
+    root, (server, files) = data_folder(folder), REMOTES[name]
+    for path, checksum in files.items():
+        target, url, unpack = root / path, f"{server}/{path}", None
+        if path.endswith(".tar.gz"):
+            unpack = pooch.Untar([f"cifar-10-batches-bin/{f}" for f in CIFAR10_FILES], root)
+        elif target.exists():
+            continue
         try:
-            pooch.retrieve(url, checksum, target.name, target.parent, processor)
+            pooch.retrieve(url, checksum, target.name, target.parent, unpack)
         except (RequestException, ValueError) as error:
             raise DownloadError(
                 f"cannot download {url}: {error}\n"
                 f"Try again, or copy the file to {target} and repeat the command"
             ) from error
         target.chmod(0o644)  # data folders are shared; pooch's temporary files are not
-        if name == "cifar10":
+        if unpack:
             target.unlink()

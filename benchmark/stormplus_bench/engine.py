@@ -43,8 +43,8 @@ def execute(
     jobs: int = 1,
     threads: int = 1,
     parallel_config: Path | None = None,
-) -> int:
-    """Run what the journal does not have yet; return how many runs were added.
+) -> None:
+    """Run what the journal does not have yet.
 
     `parallel_config` is benchopt's file for Dask or SLURM, used instead of `jobs`.
 
@@ -87,7 +87,6 @@ def execute(
                     f"{cause(log, plan.folders)}\nbenchopt's output is in {log}"
                 )
             left = missing
-    return len(first)
 
 
 def _command(plan: Plan, scratch: Path, workers: list[str]) -> list[str]:

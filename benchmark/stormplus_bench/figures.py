@@ -36,7 +36,7 @@ def curves_grid(
         each: Replaces the note that says at which lr a method is drawn.
     """
     frame = frame if methods is None else frame[frame["method"].isin(methods)]
-    settings = finals.at(frame, best_lr=best_lr)[finals.SETTING]
+    settings = finals.at_lr(frame, best_lr=best_lr)[finals.SETTING]
     table = curves(frame).merge(settings, on=finals.SETTING)
     initial = finals.initial_loss(frame)
     columns = min(2, len(initial))

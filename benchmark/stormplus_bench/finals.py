@@ -87,7 +87,7 @@ def tuned(frame: pd.DataFrame) -> pd.DataFrame:
     return best.sort_values(["workload", "method"]).reset_index(drop=True)
 
 
-def at(frame: pd.DataFrame, *, best_lr: bool) -> pd.DataFrame:
+def at_lr(frame: pd.DataFrame, *, best_lr: bool) -> pd.DataFrame:
     """Return `defaults(frame)`, or `tuned(frame)` without methods that ran one lr on a workload."""
     if not best_lr:
         return defaults(frame)

@@ -5,7 +5,7 @@ between large temporaries leave holes that cannot be returned.
 """
 
 import multiprocessing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -19,6 +19,14 @@ from stormplus.torch import PairedOptimizer
 
 TENSORS, ELEMENTS = 50, 500_000  # 25 M parameters
 _RESET = Path("/proc/self/clear_refs")
+
+
+def with_gradients(shapes: Iterable[Sequence[int]]) -> list[nn.Parameter]:
+    """Return random parameters of these shapes that have gradients."""
+    params = [nn.Parameter(0.01 * torch.randn(*shape)) for shape in shapes]
+    for p in params:
+        p.grad = torch.randn_like(p)
+    return params
 
 
 def size_mb(tensors: Iterable[Tensor]) -> float:
@@ -40,33 +48,32 @@ def _resident_mb(what: str) -> float:
     return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(what))
 
 
-def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any], steps: int = 5) -> float | None:
-    """Return how far the resident set grows in some steps beyond the state, in sizes of the model.
+def peak(cls: type[torch.optim.Optimizer], options: dict[str, Any]) -> float | None:
+    """Return how far the resident set grows in five steps beyond the state, in sizes of the model.
 
-    None where the system does not tell: it is read from /proc, in a new process.
+    Read from /proc, in a new process; None on systems that do not have it.
     """
     if not _RESET.exists():
         return None
     with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as process:
         make = partial(cls, **options)
-        return process.submit(_measure, make, steps, torch.get_num_threads()).result()
+        return process.submit(_measure, make, torch.get_num_threads()).result()
 
 
-def _measure(make: Callable[..., torch.optim.Optimizer], steps: int, threads: int) -> float:
+def _measure(make: Callable[..., torch.optim.Optimizer], threads: int) -> float:
     torch.set_num_threads(threads)
-    _run(make([_with_gradient(n) for n in (8, 8, 1 << 16)]), steps)  # imports and compiles
-    params = [_with_gradient(ELEMENTS) for _ in range(TENSORS)]
+    _take_steps(make(with_gradients([(8,), (8,), (1 << 16,)])))  # imports and compiles
+    params = with_gradients([(ELEMENTS,)] * TENSORS)
     _RESET.write_text("5")  # the peak to the current use
     before = _resident_mb("VmRSS")
     opt = make(params)
-    _run(opt, steps)
+    _take_steps(opt)
     return (_resident_mb("VmHWM") - before - state_mb(opt)) / size_mb(params)
 
 
-def _with_gradient(size: int) -> nn.Parameter:
-    p = nn.Parameter(torch.randn(size))
-    p.grad = torch.randn(size)
-    return p
+def _take_steps(opt: torch.optim.Optimizer) -> None:
+    for _ in range(5):
+        take_step(opt)
 
 
 def take_step(opt: torch.optim.Optimizer) -> None:
@@ -77,8 +84,3 @@ def take_step(opt: torch.optim.Optimizer) -> None:
     if opt.started:
         opt.move()
     opt.estimate()
-
-
-def _run(opt: torch.optim.Optimizer, steps: int) -> None:
-    for _ in range(steps):
-        take_step(opt)

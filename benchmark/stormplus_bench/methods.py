@@ -43,7 +43,7 @@ TIERS = {
 }
 
 
-def in_figures(workloads: Iterable[str]) -> dict[str, list[str]]:
+def by_figure(workloads: Iterable[str]) -> dict[str, list[str]]:
     """Return the workloads by figure: one per tier, and "others".
 
     Another budget is another workload of the same tier: "nmf (60 evaluations)".
@@ -61,6 +61,6 @@ def ordered(methods: Iterable[str]) -> list[str]:
     return sorted(set(methods), key=lambda name: (ranks.get(name, len(ranks)), name))
 
 
-def few(methods: Iterable[str]) -> list[str]:
+def headline(methods: Iterable[str]) -> list[str]:
     """Return the methods that a small figure has room for: HEADLINE, and the reader's own."""
     return [name for name in ordered(methods) if name in HEADLINE or name not in METHODS]

@@ -9,7 +9,7 @@ import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import plotly.graph_objects as go  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals
-from stormplus_bench.methods import few, ordered
+from stormplus_bench.methods import headline, ordered
 from stormplus_bench.profiles import CLASSICS, TARGET_AT, curves, performance_profile
 from stormplus_bench.style import style_of
 from stormplus_bench.tables import Table
@@ -70,7 +70,7 @@ def curves_figure(frame: pd.DataFrame) -> Any:
     """Return the training loss against gradient evaluations, with a menu of workloads."""
     tables: dict[str, pd.DataFrame] = {}
     for best_lr, note in ((False, ""), (True, ", best lr")):
-        settings = finals.at(frame, best_lr=best_lr)[finals.SETTING]
+        settings = finals.at_lr(frame, best_lr=best_lr)[finals.SETTING]
         found = curves(frame).merge(settings, on=finals.SETTING)
         found = found.rename(columns={"evaluations": "x", "median": "y"})
         tables |= {f"{workload}{note}": part for workload, part in found.groupby("workload")}
@@ -88,7 +88,7 @@ def _with_menu(tables: dict[str, pd.DataFrame], methods: list[str], x_title: str
     """Return one line per method; the menu replaces the points and keeps the ticked methods."""
     choices = {name: _points(table, methods) for name, table in sorted(tables.items())}
     first = next(iter(choices.values()))
-    figure, ticked = go.Figure(), few(methods) or methods
+    figure, ticked = go.Figure(), headline(methods) or methods
     for method, x, y, spread in zip(methods, *first.values()):
         figure.add_scatter(
             x=x,

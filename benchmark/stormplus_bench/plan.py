@@ -23,10 +23,6 @@ KEYS = ("objective", "dataset", "solver")
 CALIBRATION = 12  # gradient evaluations that are timed for the estimate
 
 
-class BadSuite(ValueError):
-    """A suite that does not exist or cannot be read."""
-
-
 @dataclass(frozen=True)
 class Plan:
     """A suite's runs, what is skipped and why, and the seconds of a run by workload."""
@@ -62,24 +58,22 @@ def read_suite(name: str) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text())
     except FileNotFoundError:
-        raise BadSuite(
+        raise ValueError(
             f"no suite {name!r}{did_you_mean(name, suites())} Choose from {', '.join(suites())}, "
             "or give a file"
         ) from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise BadSuite(f"{path} is not YAML: {error}") from None
-    except RecursionError:
-        raise BadSuite(f"{path} is nested too deeply") from None
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ValueError(f"{path} is not YAML: {error}") from None
     if not isinstance(config, dict) or not {"dataset", "solver"} <= set(config):
-        raise BadSuite(f"{path} should have the keys dataset and solver, as benchopt's do")
-    if unknown := sorted(map(str, set(config) - set(KEYS))):
-        raise BadSuite(
-            f"{path}: {', '.join(unknown)} would be ignored; a suite has {', '.join(KEYS)}, the "
-            "rest are options of the command"
-        )
+        raise ValueError(f"{path} should have the keys dataset and solver, as benchopt's do")
     for key, value in config.items():
+        if key not in KEYS:
+            raise ValueError(
+                f"{path}: {key} would be ignored; a suite has {', '.join(KEYS)}, the rest are "
+                "options of the command"
+            )
         if not isinstance(value, list) or not value:
-            raise BadSuite(f"{path}: {key} should be a list that is not empty, got {value!r}")
+            raise ValueError(f"{path}: {key} should be a list that is not empty, got {value!r}")
     return config
 
 

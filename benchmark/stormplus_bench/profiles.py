@@ -1,19 +1,16 @@
-"""Curves over seeds, time to target, and performance profiles.
+"""Curves over seeds, time to target, and performance profiles as in AlgoPerf (Dahl et al., 2023).
 
-Performance profiles as AlgoPerf scores them (Dahl et al., 2023, after Dolan and Moré, 2002).
-With t(m, w) the time in which method m reaches the target of workload w,
+With t(m, w) the time in which method m reaches the target of workload w, inf if it does not,
 
     r(m, w) = t(m, w) / min over methods of t(., w)
     rho_m(tau) = share of the workloads with r(m, w) <= tau
     score_m = 1 / (tau_max - 1) * integral of rho_m from 1 to tau_max,  tau_max = 4
 
-A missed target, or a workload without a run, is t = inf. Unlike AlgoPerf, time is counted in
-gradient evaluations, the loss is the training loss, and the targets come from the sweeps of the
-classic methods in the comparison instead of a separate study.
+Unlike AlgoPerf, time is counted in gradient evaluations, the loss is the training loss, and the
+targets come from the sweeps of the classic methods in the comparison.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
@@ -49,18 +46,16 @@ def curves(frame: pd.DataFrame) -> pd.DataFrame:
     return table.dropna().sort_index().reset_index()
 
 
-def targets(
-    frame: pd.DataFrame, fraction: float = TARGET_AT, setters: Sequence[str] = CLASSICS
-) -> pd.Series:
+def targets(frame: pd.DataFrame) -> pd.Series:
     """Return the target loss per workload.
 
-    It is the lowest value of the setters' median curves, at any lr, up to `fraction` of the
-    budget; of all methods' curves if no setter was run; +inf if every run diverged at once.
+    It is the lowest value of the classics' median curves, at any lr, up to `TARGET_AT` of the
+    budget; of all methods' curves if no classic was run; +inf if every run diverged at once.
     """
     table = curves(frame)
     budget = frame.groupby("workload")["budget"].max()
-    early = table[table["evaluations"] <= fraction * table["workload"].map(budget)]
-    chosen = early[early["method"].isin(setters)].groupby("workload")["median"].min()
+    early = table[table["evaluations"] <= TARGET_AT * table["workload"].map(budget)]
+    chosen = early[early["method"].isin(CLASSICS)].groupby("workload")["median"].min()
     anyone = early.groupby("workload")["median"].min().reindex(budget.index).fillna(np.inf)
     return chosen.reindex(budget.index).fillna(anyone)
 
@@ -87,33 +82,25 @@ def time_to_target(frame: pd.DataFrame, target: pd.Series) -> pd.DataFrame:
     return times.rename("time").groupby(level=SETTING).median().reset_index()
 
 
-@dataclass(frozen=True)
-class Profile:
+class Profile(NamedTuple):
     """A performance profile."""
 
-    target: pd.Series  # loss per workload
+    target: pd.Series  # loss by workload
     times: pd.DataFrame  # methods by workloads, in gradient evaluations; inf if missed or not run
-    ratios: pd.DataFrame  # `times` relative to the fastest method of the workload
     rho: pd.DataFrame  # methods by tau, the share of the workloads within tau of the fastest
     scores: pd.Series  # per method, from 0 to 1, best first
 
 
-def performance_profile(
-    frame: pd.DataFrame,
-    *,
-    best_lr: bool = False,
-    fraction: float = TARGET_AT,
-    setters: Sequence[str] = CLASSICS,
-) -> Profile:
+def performance_profile(frame: pd.DataFrame, *, best_lr: bool = False) -> Profile:
     """Return the performance profile of all methods, at their default or at their best lr.
 
     At the best lr, workloads on which no method ran several lr do not count, and a method that
     ran only one lr on a counted workload is left out: it has not missed the target, it was not
-    tuned. `fraction` and `setters` are those of `targets`.
+    tuned.
     """
-    target = targets(frame, fraction, setters)
+    target = targets(frame)
     times = time_to_target(frame, target)
-    chosen = finals.at(frame, best_lr=best_lr)[SETTING].merge(times, on=SETTING, how="left")
+    chosen = finals.at_lr(frame, best_lr=best_lr)[SETTING].merge(times, on=SETTING, how="left")
     grid = chosen.pivot(index="method", columns="workload", values="time")
     if best_lr:
         table = finals.tuned(frame)
@@ -128,4 +115,4 @@ def performance_profile(
     rho = pd.DataFrame({tau: (ratios <= tau).mean(axis=1) for tau in taus})
     # rho is a staircase: its integral is the mean of what is left of [1, TAU_MAX] after r.
     scores = (TAU_MAX - ratios).clip(lower=0.0).mean(axis=1) / (TAU_MAX - 1)
-    return Profile(target, grid, ratios, rho, scores.sort_values(ascending=False, kind="stable"))
+    return Profile(target, grid, rho, scores.sort_values(ascending=False, kind="stable"))

@@ -16,16 +16,10 @@ from typing import Any, NamedTuple
 
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
-CURVE = (
-    *("evaluations", "samples", "seconds", "train_loss", "valid_loss"),
-    *("train_accuracy", "valid_accuracy", "grad_norm"),
-)
-COLUMNS = (
-    *("workload", "method", "lr", "default", "seed", "status", "budget", "batch_size"),
-    *CURVE,
-    *("state_mb", "measured", "versions", "machine"),
-)
-REQUIRED = (*COLUMNS[:8], "curve")
+CURVE = ["evaluations", "samples", "seconds", "train_loss", "valid_loss"]
+CURVE += ["train_accuracy", "valid_accuracy", "grad_norm"]
+REQUIRED = ["workload", "method", "lr", "default", "seed", "status", "budget", "batch_size"]
+COLUMNS = [*REQUIRED, *CURVE, "state_mb", "measured", "versions", "machine"]
 HEADER = json.dumps({"format": "stormplus-rows", "version": 1})
 
 
@@ -86,19 +80,18 @@ def load(*paths: str | os.PathLike[str]) -> pd.DataFrame:
 def frame_of(found: Iterable[dict[str, Any]]) -> pd.DataFrame:
     """Return the flat frame of these rows; the last row of a run counts."""
     last = {key_of(row): row for row in found}
-    lines = [line for row in last.values() for line in _lines(row)]
     texts = ("workload", "method", "status", "versions", "machine")
     kinds = dict.fromkeys(COLUMNS, "float64") | dict.fromkeys(texts, "str")
     kinds |= {"default": "bool", "seed": "int64", "batch_size": "int64"}
-    return pd.DataFrame(lines, columns=list(COLUMNS)).astype(kinds)
+    lines = [line for row in last.values() for line in _lines(row)]
+    return pd.DataFrame(lines, columns=COLUMNS).astype(kinds)
 
 
 def _lines(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    same = {name: row.get(name) for name in COLUMNS if name not in CURVE}
-    same["versions"] = json.dumps(row.get("versions") or {}, sort_keys=True)
-    same["machine"] = str(row.get("machine") or "")
+    versions = json.dumps(row.get("versions") or {}, sort_keys=True)
+    same = row | {"versions": versions, "machine": str(row.get("machine") or "")}
     measurements = list(zip(*(row["curve"][name] for name in CURVE)))
-    for values in measurements or [(0, *[None] * (len(CURVE) - 1))]:
+    for values in measurements or [(0,)]:
         yield same | dict(zip(CURVE, values))
 
 
@@ -135,22 +128,17 @@ def _rows(path: Path) -> Iterator[dict[str, Any]]:
     _check_header(path, content)
     for number, line in enumerate(content.split(b"\n")[1:-1], start=2):
         if line.strip():
-            row = _json(line)
+            try:
+                row = json.loads(line)
+            except ValueError:
+                row = line
             check(row, f"{path}, line {number}")
             yield row
 
 
-def _json(line: bytes) -> Any:
-    """Return the value of a line, or the line itself if it is not JSON."""
-    try:
-        return json.loads(line)
-    except ValueError:
-        return line
-
-
 def _check_header(path: Path, content: bytes) -> None:
     line = content.partition(b"\n")[0]
-    if _json(line) != json.loads(HEADER):
+    if line.strip() != HEADER.encode():
         raise ValueError(f"{path}, line 1: expected {HEADER}, got {line[:60]!r}")
 
 
@@ -158,7 +146,7 @@ def check(row: Any, where: str) -> None:
     """Raise a ValueError that says what is wrong with a row, and where it is."""
     if not isinstance(row, dict):
         raise ValueError(f"{where} should be a row (a JSON object), got {repr(row)[:80]}")
-    if missing := [name for name in REQUIRED if name not in row]:
+    if missing := [name for name in (*REQUIRED, "curve") if name not in row]:
         raise ValueError(f"{where}: the row has no {', '.join(missing)}")
     if row["status"] not in ("done", "diverged"):
         raise ValueError(f"{where}: 'status' should be done or diverged, got {row['status']!r}")

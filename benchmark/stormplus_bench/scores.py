@@ -20,7 +20,6 @@ from stormplus_bench import finals
 from stormplus_bench.profiles import targets, time_to_target
 
 TOLERANCE = 0.01
-OUTCOMES = ("win", "tie", "loss")
 
 
 def gap(frame: pd.DataFrame, ends: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -67,31 +66,18 @@ def wins_ties_losses(frame: pd.DataFrame, method: str, *, best_lr: bool = False)
     Both are at their defaults, or at their best lr. Workloads that one of them did not run are
     left out, and with `best_lr` those that one of them ran at a single lr.
     """
-    ends = finals.at(frame, best_lr=best_lr)
+    ends = finals.at_lr(frame, best_lr=best_lr)
     mine, others = ends[ends["method"] == method], ends[ends["method"] != method]
     pairs = mine.merge(others, on="workload", suffixes=("", "_rival"))
     achievable = (finals.initial_loss(frame) - finals.best_loss(frame)).clip(lower=0.0)
-    margins = pairs["workload"].map(TOLERANCE * achievable)
-    outcomes = [_outcome(pair, margin) for (_, pair), margin in zip(pairs.iterrows(), margins)]
-    new = pairs.rename(columns={"method_rival": "rival"})[["workload", "rival"]]
-    return new.assign(outcome=pd.Series(outcomes, index=new.index, dtype="str"))
-
-
-def _outcome(pair: pd.Series, margin: float) -> str:
-    mine, rival = pair["loss"], pair["loss_rival"]
-    if np.isinf(mine) or np.isinf(rival):
-        return "tie" if mine == rival else "win" if np.isinf(rival) else "loss"
-    if not abs(mine - rival) > margin:
-        return "tie"
-    if pair["high"] < pair["low_rival"]:
-        return "win"
-    return "loss" if pair["high_rival"] < pair["low"] else "tie"
-
-
-def count(duels: pd.DataFrame) -> pd.DataFrame:
-    """Return the number of wins, ties and losses per rival."""
-    table = pd.crosstab(duels["rival"], duels["outcome"])
-    return table.reindex(columns=list(OUTCOMES), fill_value=0)
+    margin = pairs["workload"].map(TOLERANCE * achievable).astype(float)
+    lead = pairs["loss_rival"] - pairs["loss"]  # nan, a tie, if both diverged
+    diverged = np.isinf(lead)  # one of them: the seeds that did not diverge do not count
+    win = (lead > margin) & (diverged | (pairs["high"] < pairs["low_rival"]))
+    loss = (-lead > margin) & (diverged | (pairs["high_rival"] < pairs["low"]))
+    outcome = np.select([win, loss], ["win", "loss"], "tie")
+    pairs = pairs.rename(columns={"method_rival": "rival"})
+    return pairs[["workload", "rival"]].assign(outcome=outcome)
 
 
 def results(frame: pd.DataFrame) -> pd.DataFrame:
@@ -101,18 +87,18 @@ def results(frame: pd.DataFrame) -> pd.DataFrame:
     to target, `runs` and `diverged` count the runs at all lr. The rest is at the default lr.
     """
     keys = ["workload", "method"]
-    ends = finals.defaults(frame).drop(columns="diverged")
+    ends = finals.defaults(frame).drop(columns=["seeds", "diverged"])
     times = time_to_target(frame, targets(frame))
     best = finals.tuned(frame).rename(
         columns={"lr": "tuned_lr", "loss": "tuned_loss", "rates": "lrs"}
     )
-    counts = finals.per_run(frame).assign(bad=lambda t: np.isinf(t["loss"])).groupby(keys)["bad"]
+    counts = finals.per_rate(frame).groupby(keys)[["seeds", "diverged"]].sum()
     gaps = gap(frame)
     gaps["gap"] *= 100
     table = best[[*keys, "tuned_loss", "tuned_lr", "lrs", "at_end"]]
     for part, on in ((ends, keys), (gaps[[*keys, "gap"]], keys), (times, finals.SETTING)):
         table = table.merge(part, on=on, how="left")
-    table = table.merge(counts.agg(runs="size", diverged="sum").reset_index(), on=keys)
+    table = table.merge(counts.rename(columns={"seeds": "runs"}).reset_index(), on=keys)
     columns = ["loss", "low", "high", "gap", "lr", "tuned_loss", "tuned_lr", "lrs", "at_end"]
     columns += ["time", "grad_norm", "valid_loss", "valid_accuracy", "seconds", "state_mb"]
     return table[[*keys, *columns, "runs", "diverged"]]

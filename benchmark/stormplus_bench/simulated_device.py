@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias, TypeGuard
@@ -29,10 +29,13 @@ from unittest import mock
 
 import torch
 import torch._dynamo  # a dispatch mode imports it, and it must not see the stand-ins of __enter__
-from torch import Tensor
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+from stormplus_bench.memory import take_step
 
 Arguments: TypeAlias = dict[str, Any]  # of a call, by name
 Events: TypeAlias = Mapping[str, int]  # how often a call launches, waits and copies
@@ -64,7 +67,6 @@ class SimulatedTensor(Tensor):
 
     device = property(lambda self: self.owner.device)
     is_cuda = property(lambda self: self.device.type == "cuda")
-    is_meta = property(lambda self: self.device.type == "meta")
 
     @staticmethod
     def __new__(cls: Any, inner: Tensor, owner: SimulatedDevice) -> SimulatedTensor:
@@ -108,7 +110,7 @@ def value(tensor: Tensor) -> Tensor:
 
 
 class SimulatedDevice(TorchDispatchMode):
-    """Count what torch asks of a device of this type: "cuda", "mps", "xpu" or "meta".
+    """Count what torch asks of a device of this type: "cuda", "mps" or "xpu".
 
     With `float64=False`, raise TypeError when a call creates a float64 tensor on the device. Within
     the `with` block, a tensor created on "meta" is on this device too.
@@ -116,7 +118,7 @@ class SimulatedDevice(TorchDispatchMode):
 
     def __init__(self, type: str = "cuda", float64: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = META if type == "meta" else torch.device(type, 0)
+        self.device = torch.device(type, 0)
         self.float64 = float64
         # By line of the library, operation and event.
         self.where: Counter[tuple[str, str, str]] = Counter()
@@ -124,10 +126,8 @@ class SimulatedDevice(TorchDispatchMode):
 
     @property
     def counts(self) -> Counts:
-        totals: Counter[str] = Counter()
-        for (_, _, event), n in self.where.items():
-            totals[event] += n
-        return Counts(totals["launch"], totals["sync"], totals["h2d"], totals["d2h"])
+        events = ("launch", "sync", "h2d", "d2h")
+        return Counts(*(sum(n for key, n in self.where.items() if key[2] == e) for e in events))
 
     def reset(self) -> None:
         self.where.clear()
@@ -136,9 +136,9 @@ class SimulatedDevice(TorchDispatchMode):
         """Return a copy of a CPU tensor on the device. It is not counted."""
         return self._wrap("put", tensor.detach().clone(), {})
 
-    def launch(self, n: int = 1, name: str = "custom kernel") -> None:
-        """Count launches that torch does not see, such as those of a Triton kernel."""
-        self._record(name, {"launch": n})
+    def launch(self) -> None:
+        """Count a launch that torch does not see, such as that of a Triton kernel."""
+        self._record("custom kernel", {"launch": 1})
 
     def __enter__(self) -> SimulatedDevice:
         stand_ins = {
@@ -337,3 +337,25 @@ class _TranslateDevice(TorchFunctionMode):
     def _is_simulated(self, device: Any) -> bool:
         is_device = isinstance(device, (str, torch.device))
         return is_device and torch.device(device).type == self.device.type
+
+
+def device_counts(
+    make: Callable[[list[nn.Parameter]], Optimizer],
+    shapes: Iterable[Sequence[int]],
+    *,
+    dtype: torch.dtype = torch.float32,
+) -> Counts:
+    """Return the counts of the third step; for a paired optimizer, of both halves.
+
+    Triton kernels are not simulated: the counts are those of the portable backend.
+    """
+    with SimulatedDevice() as simulated:
+        zeros = [torch.zeros(*shape, dtype=dtype, device="cpu") for shape in shapes]
+        params = [nn.Parameter(simulated.put(t)) for t in zeros]
+        for p, t in zip(params, zeros):
+            p.grad = simulated.put(t)
+        opt = make(params)
+        for _ in range(3):  # the first two make state and upload tables
+            simulated.reset()
+            take_step(opt)
+        return simulated.counts

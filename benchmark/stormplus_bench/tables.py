@@ -110,16 +110,16 @@ def fill(page: str, blocks: Mapping[str, str], file: str) -> str:
     Raises:
         ValueError: The page has none of the blocks, or a marker without its pair.
     """
-    markers = {name: (f"<!-- {name}:begin -->", f"<!-- {name}:end -->") for name in blocks}
-    known = [name for name, pair in markers.items() if any(marker in page for marker in pair)]
+    known = 0
+    for name, text in blocks.items():
+        begin, end = (f"<!-- {name}:{edge} -->" for edge in ("begin", "end"))
+        before, *rest = re.split(f"({begin}|{end})", page)
+        if rest and rest[::2] != [begin, end]:
+            raise ValueError(f"{file} should have the lines {begin} and {end} once, in this order")
+        if rest:
+            known, page = known + 1, f"{before}{begin}\n\n{text}\n\n{end}{rest[-1]}"
     if not known:
         raise ValueError(f"{file} has no marker <!-- NAME:begin --> of {', '.join(blocks)}")
-    for name in known:
-        begin, end = markers[name]
-        if page.count(begin) != 1 or page.count(end) != 1 or page.index(begin) > page.index(end):
-            raise ValueError(f"{file} should have the lines {begin} and {end} once, in this order")
-        before, rest = page.split(begin)
-        page = f"{before}{begin}\n\n{blocks[name]}\n\n{end}{rest.split(end)[1]}"
     return page
 
 
@@ -196,9 +196,11 @@ def wins_table(frame: pd.DataFrame) -> Table:
     columns = {}
     for method in (name for name in OURS if name in COMPARED and name in set(frame["method"])):
         for best_lr, name in ((False, "default"), (True, "best lr")):
-            counts = scores.count(scores.wins_ties_losses(frame, method, best_lr=best_lr))
-            counts = counts.drop(index=list(OURS), errors="ignore")
-            if len(counts):
+            duels = scores.wins_ties_losses(frame, method, best_lr=best_lr)
+            duels = duels[~duels["rival"].isin(OURS)]
+            if len(duels):
+                counts = pd.crosstab(duels["rival"], duels["outcome"])
+                counts = counts.reindex(columns=["win", "tie", "loss"], fill_value=0)
                 columns[f"{method}, {name}"] = counts.astype(str).agg(" / ".join, axis=1)
     table = pd.DataFrame(columns, dtype="str").fillna("").rename_axis("against")
     caption = (
@@ -253,7 +255,7 @@ def losses_table(frame: pd.DataFrame) -> Table:
     return Table("losses", caption, table, dict.fromkeys(table, lambda value: number(value, 4)))
 
 
-def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:
+def validation_table(ends: pd.DataFrame) -> Table:
     """Return validation accuracies, or losses where there are none, from lines of `finals`."""
     columns, formats = {}, {}
     for workload, part in ends.set_index("method").groupby("workload"):
@@ -267,7 +269,7 @@ def validation_table(ends: pd.DataFrame, name: str = "validation") -> Table:
         "Validation accuracy in %, or validation loss where there is no accuracy, at the end of "
         "training, median over seeds."
     )
-    return Table(name, caption, table, formats)
+    return Table("validation", caption, table, formats)
 
 
 def results_table(frame: pd.DataFrame) -> Table:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def one_thread():
     """As the benchmark runs; small tensors gain nothing from more."""
     threads = torch.get_num_threads()

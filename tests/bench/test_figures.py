@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from bench_rows import frame_of, hand_made, make_row
 
-from stormplus_bench import figures
+from stormplus_bench import figures, page, tables
 from stormplus_bench.methods import METHODS
 from stormplus_bench.style import style_of
 
@@ -45,18 +45,20 @@ def test_the_map_of_gaps_prints_its_numbers():
 
 
 ODD = {
-    "all diverged": [make_row([5, None], status="diverged")],
-    "no measurement": [make_row([], status="diverged")],
-    "zero": [make_row([1, 0])],
-    "huge": [make_row([1e-20, 1e20])],
-    "nothing measured": [make_row([None, None])],
+    "all diverged": [make_row([5, None], method=m, status="diverged") for m in ("SGD", "STORM+")],
+    "no measurement": [make_row([1, 0]), make_row([], method="Adam", status="diverged")],
+    "huge": [make_row([1e20, 1e-20], workload="a/b")],
+    "nothing achieved": [make_row([1, 3], method="STORM+"), make_row([None, None])],
     "names": [make_row([2, 1], method=name) for name in (r"$\frac{$", "_hidden", "long" * 50)],
 }
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_frames_can_be_drawn(name):
+def test_odd_rows_have_figures_tables_and_a_page(name):
     frame = frame_of(ODD[name])
     for draw in (figures.curves_grid, figures.gap_at_defaults):
         draw(frame).savefig(drawn := io.BytesIO(), format="svg")
         assert b"</svg>" in drawn.getvalue()
+    found = tables.all_tables(frame, {})
+    assert "tab:scores" in tables.printed(found, "latex")
+    assert page.build(frame, found).endswith("</html>\n")

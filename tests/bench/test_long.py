@@ -13,7 +13,6 @@ from stormplus_bench.plan import FOLDER, read_suite, suites
 from stormplus_bench.train import catalogue, long, networks
 from stormplus_bench.train.training import Training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 ROOT = Path(__file__).parents[2]
 
 

@@ -5,8 +5,8 @@ import torch
 
 from stormplus import StormPlus, Untuned
 from stormplus_bench.commands.bench_step import frozen_parameters
-from stormplus_bench.launches import device_counts
 from stormplus_bench.memory import peak
+from stormplus_bench.simulated_device import device_counts
 
 L2, DECOUPLED = {"weight_decay": 0.1}, {"weight_decay": 0.1, "decoupled_weight_decay": True}
 

@@ -17,10 +17,6 @@ from stormplus_bench.commands.compare import compare as command
 from stormplus_bench.engine import execute
 from stormplus_bench.plan import make_plan, with_own
 from stormplus_bench.train.catalogue import EVERY
-from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
-from stormplus_bench.train.training import Training
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 SOLVER = (own.TEMPLATES / "solver.py").read_text()
 WORKLOAD = """
@@ -193,23 +189,11 @@ def test_a_method_that_raises_keeps_the_other_runs(error):
     assert caught.value.__notes__ == ["in a run of bad, seed 0; .result has the others"]
 
 
-def test_every_kind_of_optimizer_gets_its_stepper():
-    schedulefree = pytest.importorskip("schedulefree")
-    kinds = {sgd: OneGradient, StormPlus: TwoGradients, Untuned: AtAverage}
-    kinds[lambda p: schedulefree.AdamWScheduleFree(p)] = AtAverage
-    for make, kind in kinds.items():
-        method = own.Method("mine", make)
-        training = Training(own.workload_of(line()), lambda run: method.stepper(run, None), 0)
-        assert type(training.stepper) is kind
-        training.advance(4)
-        assert training.record()["train_loss"] < 10
-
-
 def test_the_template_with_two_gradients_counts_them():
     method = own.read_method(str(own.TEMPLATES / "two_gradients.py"))
-    training = Training(own.workload_of(line()), lambda run: method.stepper(run, 0.1), 0).finish()
-    assert (training.evaluations, training.samples) == (30, 15)
-    assert training.curve["train_loss"][-1] < training.curve["train_loss"][0]
+    found = compare({"mine": (method.make, [0.1])}, line(), progress=False).frame
+    assert found["evaluations"].max() == 2 * found["samples"].max() == 30
+    assert found["train_loss"].iloc[-1] < found["train_loss"].iloc[0]
 
 
 def call(*arguments):

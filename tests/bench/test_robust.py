@@ -12,8 +12,6 @@ from stormplus_bench.commands import robust as command
 from stormplus_bench.train import robust
 from stormplus_bench.train.training import Training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def call(*arguments):
     return CliRunner().invoke(command.robust, [str(a) for a in arguments])

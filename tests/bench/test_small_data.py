@@ -8,8 +8,6 @@ from stormplus_bench.data import MissingData
 from stormplus_bench.train import small_data
 from stormplus_bench.train.small_data import SMALL_DATA, Encoder
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def test_the_noisy_digits_are_twenty_epochs_of_1400_images():
     workload = SMALL_DATA["resnet-noisy-digits"]()
@@ -39,10 +37,3 @@ def test_the_encoder_ignores_padding(tmp_path):
     first, second = (model(torch.tensor([[[1, 2, 3, last], mask]])) for last in (4, 19))
     assert first.shape == (1, 3)
     torch.testing.assert_close(first, second)
-
-
-def test_texts_do_not_mention_their_package(tmp_path):
-    text = "Return what is needed for this test, in a long sentence to be kept"
-    functions = [f'def f():\n    """{text}{end}"""\n' for end in (".", " by Numpy.")]
-    (tmp_path / "a.py").write_text("".join(functions))
-    assert small_data._chosen("numpy", tmp_path, 0) == [f"{text}."]

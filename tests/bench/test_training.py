@@ -7,19 +7,16 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from dog import DoG, LDoG, PolynomialDecayAverager
-from mechanic_pytorch import mechanize
 from schedulefree import AdamWScheduleFree
 from torch import nn
 from torch.nn import functional as F
 
 from stormplus import StormPlus, Untuned, same_sample
-from stormplus_bench.train import catalogue, steppers
+from stormplus_bench.train import catalogue, solvers, steppers
 from stormplus_bench.train.optimizers import AdamPlusPlus, NadamW, ScheduleFreePlus
 from stormplus_bench.train.steppers import AtAverage, OneGradient, TwoGradients
 from stormplus_bench.train.training import Training
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS = 12
 
 
@@ -42,21 +39,9 @@ def start(workload, stepper, optimizer, **options):
     return Training(workload, lambda t: stepper(optimizer(t.parameters, **options)), 0)
 
 
-def mars(training):
-    return steppers.Mars(training.model, 3e-3)
-
-
-def mars_approximate(training):
-    return steppers.MarsApproximate(training.model, 3e-3)
-
-
-def svrg(training):
-    return steppers.Svrg(training.model, 0.1)
-
-
-def averaged(training, optimizer=DoG):
-    averager = PolynomialDecayAverager(training.model)
-    return steppers.Averaged(optimizer(training.parameters), averager)
+def method(solver, **options):
+    """The stepper of a method of the benchmark, at its default."""
+    return partial(solver.make_stepper, lr=solver.default_lr, **solver.options | options)
 
 
 def same(model, other):
@@ -149,23 +134,14 @@ def nadamw_update(t, p, g, old, s):
     return (1 - lr * decay) * p - lr * ahead / ((s["v"] / (1 - b2**t)).sqrt() + 1e-8)
 
 
-def ldog_update(t, p, g, old, s):
-    """Ivgi and others (2023), Section 4.3: DoG with the distance and the norms of a tensor."""
-    start = s.setdefault("start", p.clone())
-    s["r"] = max(s.get("r", 1e-6 * (1 + p.norm())), (p - start).norm())
-    s["sum"] = s.get("sum", 1e-8) + (g * g).sum()
-    return p - s["r"] / s["sum"].sqrt() * g
-
-
 @pytest.mark.parametrize(
     ("stepper", "update", "evaluations", "samples"),
     [
-        (mars, mars_update, 11, 6),
-        (mars_approximate, mars_approximate_update, 12, 12),
+        (method(solvers.mars), mars_update, 11, 6),
+        (method(solvers.mars_approximate), mars_approximate_update, 12, 12),
         (lambda t: OneGradient(NadamW(t.parameters)), nadamw_update, 12, 12),
-        (lambda t: OneGradient(LDoG(t.parameters)), ldog_update, 12, 12),
     ],
-    ids=["MARS", "MARS approximate", "NadamW", "L-DoG"],
+    ids=["MARS", "MARS approximate", "NadamW"],
 )
 def test_a_method_is_its_papers_update_per_tensor(stepper, update, evaluations, samples):
     workload = digits()
@@ -191,7 +167,7 @@ def test_a_method_is_its_papers_update_per_tensor(stepper, update, evaluations, 
 def test_svrg_is_its_formula_and_pays_for_its_anchors():
     workload = catalogue.logistic_breast_cancer()  # 455 rows in batches of 16: 29 batches
     workload.budget = 100
-    run = Training(workload, svrg, 0)
+    run = Training(workload, method(solvers.svrg), 0)
     run.advance(100)
     problem = workload.problem
     x, stream = problem.start(0), workload.samples(0)
@@ -229,7 +205,7 @@ def test_divergence_is_a_status_and_keeps_the_curve():
 
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 def test_dog_with_a_nan_diverges(broken):
-    run = Training(digits(), averaged, 0)
+    run = Training(digits(), method(solvers.dog), 0)
     parameter = next(run.model.parameters())
     if broken == "loss":
         parameter.data.fill_(math.nan)
@@ -239,9 +215,9 @@ def test_dog_with_a_nan_diverges(broken):
     assert run.status == "diverged"
 
 
-@pytest.mark.parametrize("optimizer", [DoG, torch.optim.AdamW])
-def test_an_averaged_method_is_measured_at_its_average(optimizer):
-    run = Training(digits(), partial(averaged, optimizer=optimizer), 0)
+@pytest.mark.parametrize("stepper", [method(solvers.dog), method(solvers.adamw, variant="average")])
+def test_an_averaged_method_is_measured_at_its_average(stepper):
+    run = Training(digits(), stepper, 0)
     assert run.stepper.result(run) is run.model  # there is no average yet
     points = []
     for step in range(1, 5):
@@ -255,16 +231,16 @@ def test_an_averaged_method_is_measured_at_its_average(optimizer):
 
 def test_the_state_counts_all_that_a_method_keeps():
     size = sum(p.nbytes for p in digits().model(0).parameters()) / 2**20
-    runs = [
-        (1, start(digits(), OneGradient, torch.optim.SGD, momentum=0.9)),
-        (2, Training(digits(), averaged, 0)),  # the start and the average
-        (3, start(digits(), OneGradient, mechanize(torch.optim.AdamW))),
-        (3, Training(digits(), mars, 0)),
-        (5, start(digits(), steppers.AtAverageWithLoss, ScheduleFreePlus)),
-        (3, Training(digits(), mars_approximate, 0)),
-        (2, Training(digits(), svrg, 0)),
-    ]
-    for buffers, run in runs:
+    for solver, buffers in {
+        solvers.sgd_momentum: 1,
+        solvers.dog: 2,  # the start and the average
+        solvers.mechanic: 3,
+        solvers.mars: 3,
+        solvers.schedule_free_plus: 5,
+        solvers.mars_approximate: 3,
+        solvers.svrg: 2,
+    }.items():
+        run = Training(digits(), method(solver), 0)
         run.advance(5)
         assert run.stepper.state_mb == pytest.approx(buffers * size, rel=0.02)
 
@@ -290,18 +266,17 @@ def test_a_method_with_an_average_is_measured_there_and_continues(optimizer):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-7)  # train() and eval() round
 
 
-@pytest.mark.parametrize(("linear", "quarter"), [(False, 1 + 0.5**0.5), (True, 1.5)])
-def test_the_scheduled_rate_rises_in_a_line_and_falls_to_zero(linear, quarter):
-    workload = digits()
-    schedule = partial(steppers.Scheduled, budget=40, warmup=0.1, linear=linear)
-    run = start(workload, schedule, torch.optim.SGD, lr=2.0)
+@pytest.mark.parametrize(("variant", "quarter"), [("cosine", 1 + 0.5**0.5), ("linear", 1.5)])
+def test_the_scheduled_rate_rises_in_a_line_and_falls_to_zero(variant, quarter):
+    stepper = partial(solvers.adamw.make_stepper, lr=2.0, variant=variant)
+    run = Training(digits(budget=80), stepper, 0)
     rates = []
-    for step in range(1, 41):
+    for step in range(1, 81):
         rates.append(run.stepper.optimizer.param_groups[0]["lr"])
         run.advance(step)
-    # 4 of 40 steps rise: 1/4, 2/4, 3/4, 1 of the rate; then 36 fall.
+    # 4 of 80 steps rise: 1/4, 2/4, 3/4, 1 of the rate; then 76 fall.
     assert rates[:5] == pytest.approx([0.5, 1.0, 1.5, 2.0, 2.0])
-    assert (rates[13], rates[22]) == pytest.approx((quarter, 1.0))
+    assert (rates[23], rates[42]) == pytest.approx((quarter, 1.0))
     assert run.stepper.optimizer.param_groups[0]["lr"] == pytest.approx(0, abs=1e-12)
 
 

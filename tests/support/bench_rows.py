@@ -68,17 +68,3 @@ def hand_made() -> list[dict[str, Any]]:
     found.append(make_row([2, 1.5, 1, 0.6, 0.5], workload="b", seed=0, **adam))
     found.append(make_row([2, 9], workload="b", seed=1, **adam, status="diverged"))
     return found
-
-
-def swept() -> list[dict[str, Any]]:
-    """`hand_made`, and where a method ran one lr a second one, which is worse."""
-    found = hand_made()
-    for seed in (0, 1):
-        a, b = ({"workload": name, "seed": seed, "default": False} for name in "ab")
-        found += [
-            make_row([2, 2, 2, 2, 2], **b, method="STORM+", lr=10.0),
-            make_row([2, 9], **b, method="SGD", lr=1.0, status="diverged"),
-            make_row([2, 9], **b, method="Adam", lr=0.01, status="diverged"),
-            make_row([10, 40], **a, method="Adam", lr=0.01, status="diverged"),
-        ]
-    return found

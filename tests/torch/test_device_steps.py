@@ -10,8 +10,7 @@ from torch import nn
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.torch import PairedOptimizer
 from stormplus.torch.kernels import native
-from stormplus_bench.launches import device_counts
-from stormplus_bench.simulated_device import SimulatedDevice, value
+from stormplus_bench.simulated_device import SimulatedDevice, device_counts, value
 from stormplus_bench.train.networks import resnet34
 from tests.torch.optimizers import assert_same, halves, noise, state_tensors
 

@@ -19,8 +19,16 @@ import torch
 from torch import Tensor, nn
 
 from stormplus import StormPlus, Untuned
-from stormplus_bench.launches import device_counts
-from stormplus_bench.memory import ELEMENTS, TENSORS, peak, size_mb, state_mb, take_step
+from stormplus_bench.memory import (
+    ELEMENTS,
+    TENSORS,
+    peak,
+    size_mb,
+    state_mb,
+    take_step,
+    with_gradients,
+)
+from stormplus_bench.simulated_device import device_counts
 from stormplus_bench.train.networks import perceptron, resnet34
 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
@@ -35,13 +43,6 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "Adam(foreach=True)": partial(Adam, lr=1e-6, foreach=True),
     "Adam(fused=True)": partial(Adam, lr=1e-6, fused=True),
 }
-
-
-def parameters(shapes: list[torch.Size]) -> list[nn.Parameter]:
-    params = [nn.Parameter(0.01 * torch.randn(shape)) for shape in shapes]
-    for p in params:
-        p.grad = torch.randn_like(p)
-    return params
 
 
 def seconds(step: Callable[[], object]) -> float:
@@ -74,7 +75,7 @@ def show(title: str, table: pd.DataFrame | pd.Series) -> None:
 
 def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
     """Print times of a step, ratios to Adam's, and sizes of the state."""
-    params = parameters(shapes)
+    params = with_gradients(shapes)
     size = size_mb(params)
     optimizers = {label: make(params) for label, make in OPTIMIZERS.items()}
     first_call = {}
@@ -101,7 +102,7 @@ def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
     """Print what frozen parameters add to a step."""
     ratios = {}
     for label in ("StormPlus (default)", "Untuned (one gradient)", "SGD(momentum=0.9)"):
-        trained = parameters([torch.Size([16])] * 4)
+        trained = with_gradients([(16,)] * 4)
         still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(frozen)]
         make = OPTIMIZERS[label]
         times = times_of({"with": make([*trained, *still]), "without": make(trained)}, [], rounds)
@@ -114,10 +115,11 @@ def peaks() -> None:
     """Print the peak memory of some steps beyond parameters, gradients and state."""
     if peak(SGD, {}) is None:
         return
-    kinds: list[dict[str, Any]] = [{}, {"foreach": False}, {"foreach": True}]
-    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = []
-    for kind in kinds:
-        cases += [(StormPlus, kind), (StormPlus, kind | {"weight_decay": 0.1})]
+    cases: list[tuple[type[torch.optim.Optimizer], dict[str, Any]]] = [
+        (StormPlus, backend | options)
+        for backend in ({}, {"foreach": False}, {"foreach": True})
+        for options in ({}, {"weight_decay": 0.1})
+    ]
     cases += [(Untuned, {}), (Adam, {"fused": True}), (Adam, {"foreach": True})]
     found = {}
     for cls, options in cases:

@@ -32,25 +32,17 @@ def data(names: tuple[str, ...], folder: Path | None) -> None:
     click.echo(f"data folder: {sets.data_folder(folder)}")
     failed = False
     for name in names or sets.NAMES:
-        broken = False
+        state = "ready"
         try:
-            state = _state(name, folder)
-            if names and state == "missing":
+            if names:
                 sets.download(name, folder)
-                state = _state(name, folder)
+            sets.load(name, folder)
         except KeyboardInterrupt:
             click.echo(f"interrupted: {name} is not complete", err=True)
             raise SystemExit(130) from None
+        except sets.MissingData:
+            state = "missing"
         except (sets.DownloadError, ValueError, OSError) as error:
-            failed = broken = True
-            state = f"failed: {error}"
-        click.echo(f"{name:12s} {SIZES[name]:>7s}  {state}", err=broken)
+            failed, state = True, f"failed: {error}"
+        click.echo(f"{name:12s} {SIZES[name]:>7s}  {state}", err=state.startswith("failed"))
     raise SystemExit(1 if failed and names else 0)
-
-
-def _state(name: str, folder: Path | None) -> str:
-    try:
-        sets.load(name, folder)
-    except sets.MissingData:
-        return "missing"
-    return "ready"

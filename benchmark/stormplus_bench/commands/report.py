@@ -11,7 +11,7 @@ from rich.console import Console
 
 from stormplus_bench import figures, finals, page, rows, scores, tables
 from stormplus_bench.interrupts import EXIT_CODES, exit_on_error
-from stormplus_bench.methods import few, in_figures
+from stormplus_bench.methods import by_figure, headline
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -101,8 +101,8 @@ def read_step_times(path: Path) -> dict[str, float]:
 
 def _figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
     yield "gap_at_defaults", figures.gap_at_defaults(frame)
-    methods = few(frame["method"]) or None
-    for tier, names in in_figures(frame["workload"]).items():
+    methods = headline(frame["method"]) or None
+    for tier, names in by_figure(frame["workload"]).items():
         part = frame[frame["workload"].isin(names)]
         for best_lr, kind in ((False, "default"), (True, "tuned")):
             drawn = figures.curves_grid(part, best_lr=best_lr, methods=methods)

@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[float, Callable[[Training], Stepper]]] = {
     OURS: (1.0, lambda training: AtAverage(Untuned(training.parameters))),
     THEIRS: (1e-3, lambda training: OneGradient(torch.optim.Adam(training.parameters, lr=1e-3))),
 }
-HEADS = ("case", "steps", "start", "chance", OURS, "Adam(1e-3)", "lag", "verdict")
+COLUMNS = ("case", "steps", "start", "chance", OURS, "Adam(1e-3)", "lag", "verdict")
 LAG = 0.1  # of Adam's decrease
 
 EXAMPLES = f"""\b
@@ -63,7 +63,7 @@ def robust(output: str, only: tuple[str, ...], listing: bool) -> None:
     failed = []
     with exit_on_error(journal, Console(stderr=True)), interruptible():
         journal.parent.mkdir(parents=True, exist_ok=True)
-        click.echo(f"| {' | '.join(HEADS)} |\n|{'---|' * len(HEADS)}")
+        click.echo(f"| {' | '.join(COLUMNS)} |\n|{'---|' * len(COLUMNS)}")
         for name in names:
             line, passed = judge(case(name), journal)
             click.echo(line)

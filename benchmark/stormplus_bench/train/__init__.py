@@ -1,1 +1,1 @@
-"""What is trained, by whom and how: workloads, steppers, one run."""
+"""Workloads, methods, and one run of a method on a workload."""

@@ -18,6 +18,8 @@ from stormplus.theory.problems import (
     PhaseRetrieval,
     digit_image,
     digits_nmf,
+    masked_matrix,
+    measured_image,
     sample_image,
 )
 from stormplus_bench import data
@@ -59,14 +61,13 @@ def logistic_digits() -> Smooth:
 
 def phase_retrieval() -> Smooth:
     """One digit from Gaussian intensities; other measurements validate."""
-    truth = digit_image(0).ravel()
-    truth = truth / np.sqrt((truth * truth).mean())
-    rng = np.random.default_rng(0)
-    a = rng.standard_normal((10 * truth.size, truth.size)) / np.sqrt(truth.size)
-    y = (a @ truth) ** 2
-    cut = 8 * truth.size
-    seen = PhaseRetrieval(a[:cut], y[:cut], batch_size=SMOOTH_BATCH)
-    unseen = PhaseRetrieval(a[cut:], y[cut:], batch_size=SMOOTH_BATCH)
+    every, truth = measured_image(digit_image(0), oversampling=10)
+    seen, unseen = (
+        PhaseRetrieval(
+            every.data["features"][part], every.data["targets"][part], batch_size=SMOOTH_BATCH
+        )
+        for part in (slice(8 * truth.size), slice(8 * truth.size, None))
+    )
     return Smooth("phase-retrieval", seen, unseen)
 
 
@@ -78,11 +79,8 @@ def nmf() -> Smooth:
 def matrix_completion() -> Smooth:
     """An image from half of its pixels; the other half validates."""
     image = sample_image("china", shrink=8)
-    mask = np.random.default_rng(0).random(image.shape) < 0.5
-    seen, unseen = (
-        MatrixCompletion(image.shape, np.argwhere(m), image[m], 5, batch_size=64)
-        for m in (mask, ~mask)
-    )
+    seen, mask = masked_matrix(image, 5, batch_size=64)
+    unseen = MatrixCompletion(image.shape, np.argwhere(~mask), image[~mask], 5, batch_size=64)
     return Smooth("matrix-completion", seen, unseen)
 
 
@@ -128,12 +126,13 @@ def mnist(model: str) -> Network:
 
 
 def cifar10(model: str) -> Network:
-    makes: dict[str, Callable[[], nn.Module]] = {
-        "bncnn": networks.batchnorm_cnn,
-        "resnet": networks.small_resnet,
+    settings: dict[str, tuple[Callable[[], nn.Module], int, int]] = {
+        "bncnn": (networks.batchnorm_cnn, 800, 1000),
+        "resnet": (networks.small_resnet, 400, 500),
     }
-    workload = on_cifar10(f"{model}-cifar10", makes[model], {"bncnn": 800, "resnet": 400}[model])
-    workload.measured = {"bncnn": 1000, "resnet": 500}[model]  # a forward pass is expensive
+    make, budget, measured = settings[model]
+    workload = on_cifar10(f"{model}-cifar10", make, budget)
+    workload.measured = measured  # a forward pass is expensive
     return workload
 
 

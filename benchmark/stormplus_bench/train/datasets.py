@@ -1,4 +1,4 @@
-"""The data sets of the benchmark, in a table: benchopt wants a file for each of them."""
+"""The data sets of the benchmark; benchopt wants a file for each, which imports it from here."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
@@ -11,14 +11,6 @@ from stormplus_bench.train.catalogue import NETWORKS, SMOOTH
 from stormplus_bench.train.long import LONG
 from stormplus_bench.train.small_data import SMALL_DATA
 from stormplus_bench.train.workload import Workload
-
-# By name in suites: the name of the parameter that selects a workload, and the workloads.
-TABLE: dict[str, tuple[str, Mapping[str, Callable[[], Workload]]]] = {
-    "smooth": ("problem", SMOOTH),
-    **{name: ("model", makes) for name, makes in NETWORKS.items()},
-    "long": ("workload", LONG),
-    "small-data": ("workload", SMALL_DATA),
-}
 
 
 class WorkloadDataset(BaseDataset):  # type: ignore[misc]
@@ -39,9 +31,10 @@ class WorkloadDataset(BaseDataset):  # type: ignore[misc]
         return {"workload": workload, "reason": None}
 
 
-def dataset(name: str) -> type[WorkloadDataset]:
-    """Return the benchopt data set of a line of the table."""
-    selector, makes = TABLE[name]
+def dataset(
+    name: str, makes: Mapping[str, Callable[[], Workload]], selector: str = "model"
+) -> type[WorkloadDataset]:
+    """Return the data set with this name in suites; the parameter `selector` selects a workload."""
     about = {
         "name": name,
         "parameters": {selector: list(makes), "budget": [None]},
@@ -49,3 +42,12 @@ def dataset(name: str) -> type[WorkloadDataset]:
         "make_workload": lambda self: makes[getattr(self, selector)](),
     }
     return type("Dataset", (WorkloadDataset,), about)
+
+
+smooth = dataset("smooth", SMOOTH, "problem")
+digits = dataset("digits", NETWORKS["digits"])
+mnist = dataset("mnist", NETWORKS["mnist"])
+cifar10 = dataset("cifar10", NETWORKS["cifar10"])
+shakespeare = dataset("shakespeare", NETWORKS["shakespeare"])
+long = dataset("long", LONG, "workload")
+small_data = dataset("small-data", SMALL_DATA, "workload")

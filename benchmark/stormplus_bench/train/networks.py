@@ -160,9 +160,11 @@ def add_low_rank(model: nn.Module, rank: int) -> nn.Module:
 
 
 class _Layer(nn.Module):
-    def __init__(self, width: int, heads: int, *, causal: bool = True) -> None:
+    """Causal or full attention with four heads, and a perceptron."""
+
+    def __init__(self, width: int, *, causal: bool = True) -> None:
         super().__init__()
-        self.heads, self.causal = heads, causal
+        self.causal = causal
         self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(
@@ -172,7 +174,7 @@ class _Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         batch, length, width = x.shape
         q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
+            part.view(batch, length, 4, -1).transpose(1, 2)
             for part in self.qkv(self.norm1(x)).chunk(3, dim=-1)
         )
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
@@ -184,12 +186,10 @@ class _Layer(nn.Module):
 class GPT(nn.Module):
     """A pre-norm transformer decoder on characters; returns logits class-second."""
 
-    def __init__(
-        self, vocabulary: int, length: int = 64, width: int = 64, heads: int = 4, depth: int = 2
-    ) -> None:
+    def __init__(self, vocabulary: int, length: int, width: int = 64) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.layers = nn.Sequential(*(_Layer(width, heads) for _ in range(depth)))
+        self.layers = nn.Sequential(*(_Layer(width) for _ in range(2)))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, vocabulary, bias=False)
         for module in self.modules():
             if isinstance(module, nn.Linear | nn.Embedding):
@@ -206,12 +206,12 @@ class GPT(nn.Module):
 class ViT(nn.Module):
     """A pre-norm vision transformer for 3 x 32 x 32: patches of 4 x 4, the mean over them."""
 
-    def __init__(self, width: int = 64, heads: int = 4, depth: int = 2, classes: int = 10) -> None:
+    def __init__(self, width: int = 64) -> None:
         super().__init__()
         self.patches = nn.Conv2d(3, width, 4, stride=4)
         self.places = nn.Parameter(0.02 * torch.randn(64, width))
-        self.layers = nn.Sequential(*(_Layer(width, heads, causal=False) for _ in range(depth)))
-        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes)
+        self.layers = nn.Sequential(*(_Layer(width, causal=False) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2) + self.places

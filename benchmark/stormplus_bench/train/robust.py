@@ -164,20 +164,10 @@ def on_digits(
     )
 
 
-def _zeroed(module: nn.Module) -> nn.Module:
-    for p in module.parameters():
+def zero_last(model: nn.Sequential) -> nn.Module:
+    for p in model[-1].parameters():
         nn.init.zeros_(p)
-    return module
-
-
-def zero_last() -> nn.Module:
-    model = plain()
-    _zeroed(model[-1])
     return model
-
-
-def zero_all() -> nn.Module:
-    return _zeroed(nn.Linear(64, 10))
 
 
 def unbalanced() -> nn.Module:
@@ -188,10 +178,6 @@ def unbalanced() -> nn.Module:
         model[0].bias.mul_(100)
         model[2].weight.div_(100)
     return model  # type: ignore[no-any-return]
-
-
-def low_rank() -> nn.Module:
-    return add_low_rank(plain(), rank=4)
 
 
 def factorisation() -> Case:
@@ -351,8 +337,9 @@ def walk(steps: int, draw: Callable[[int, Generator], Tensor], furthest: float) 
     )
 
 
-def noise(_: int, generator: Generator) -> Tensor:
-    return torch.randn(1000, generator=generator)
+def noise(_: int, generator: Generator, numbers: int = 1000) -> Tensor:
+    """One random number per weight, or a single one, which agrees with itself for a while."""
+    return torch.randn(numbers, generator=generator).expand(1000)
 
 
 def skewed_noise(_: int, generator: Generator) -> Tensor:
@@ -360,23 +347,12 @@ def skewed_noise(_: int, generator: Generator) -> Tensor:
     return torch.where(torch.rand(1000, generator=generator) < 0.02, 49.0, -1.0)
 
 
-def shared_noise(_: int, generator: Generator) -> Tensor:
-    """The same random number everywhere, which agrees with itself for a while."""
-    return torch.randn(1, generator=generator).expand(1000)
-
-
-def _steps(vocabulary: int, activation: str) -> int:
-    if vocabulary == 2000:
-        return 1500  # no method learns anything in fewer steps
-    return 1000 if activation == "relu" else 500
-
-
 CASES: dict[str, Callable[[], Case]] = {
     f"{task.__name__}, {v} tokens, {act}, embedding x {scale:g}": partial(
-        task, v, act, scale, _steps(v, act)
+        task, v, act, scale, 1500 if v == 2000 else steps
     )
-    for v in (50, 500, 2000)
-    for act in ("relu", "gelu")
+    for v in (50, 500, 2000)  # with 2000 no method learns anything in fewer steps
+    for act, steps in (("relu", 1000), ("gelu", 500))
     for scale in (1.0, 0.02, 10.0)
     for task in (permutation, markov)
 }
@@ -387,14 +363,14 @@ CASES |= {
     "digits, loss x 1e-6": partial(on_digits, factor=lambda t: 1e-6),
     "digits, a layer x 100, the next / 100": partial(on_digits, unbalanced),
     "digits, batches of 1": partial(on_digits, steps=2000, batch_size=1),
-    "digits, last layer zero": partial(on_digits, zero_last),
-    "digits, linear, all zero": partial(on_digits, zero_all),
+    "digits, last layer zero": partial(on_digits, lambda: zero_last(plain())),
+    "digits, linear, all zero": partial(on_digits, lambda: zero_last(perceptron(64, 10))),
     "digits, ten ReLU layers": partial(on_digits, partial(perceptron, *[64] * 10, 10), 1500),
     "digits, gradients zero for 500 steps": partial(
         on_digits, steps=1500, factor=lambda t: float(t > 500)
     ),
     "digits, gradients shrink to 1e-20": partial(on_digits, factor=lambda t: 10 ** (-t / 50)),
-    "digits, LoRA with B = 0": partial(on_digits, low_rank),
+    "digits, LoRA with B = 0": partial(on_digits, lambda: add_low_rank(plain(), rank=4)),
     "matrix factorisation, N(0, 1)": factorisation,
     "rows that wake once in a thousand steps": rare_rows,
     "a network with such rows": rare_network,
@@ -408,7 +384,12 @@ CASES |= {
     # The steps must shrink: with R / sqrt(t) a random walk is R sqrt(1 + log T) away.
     "pure noise": partial(walk, 30_000, noise, math.sqrt(1 + math.log(30_000))),
     "skewed noise": partial(walk, 1000, skewed_noise, 1000),
-    "noise in one direction": partial(walk, 1000, shared_noise, math.sqrt(1000)),  # steps of R
+    "noise in one direction": partial(
+        walk,
+        1000,
+        partial(noise, numbers=1),
+        math.sqrt(1000),  # steps of R
+    ),
 }
 
 

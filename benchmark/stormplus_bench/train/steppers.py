@@ -3,11 +3,13 @@
 import copy
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from dog import PolynomialDecayAverager  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import SGD, AdamW
 
 from stormplus import same_sample
 from stormplus_bench.memory import size_mb, state_mb
@@ -37,23 +39,25 @@ class Stepper(ABC):
 
 
 class OneGradient(Stepper):
-    """The usual loop: a gradient, then `optimizer.step()`."""
+    """The usual loop: a gradient, then a step of the optimizer, and of others if there are any.
 
-    def __init__(self, optimizer: Any) -> None:
-        self.optimizer = optimizer
+    `copies` are the tensors that the method keeps apart from the optimizers' state.
+    """
+
+    copies: Sequence[Tensor] = ()
+
+    def __init__(self, optimizer: Any, *others: Any) -> None:
+        self.optimizer, self.others = optimizer, others
 
     def step(self, training: Training) -> None:
         training.gradient(training.draw())
-        self.optimizer.step()
+        for optimizer in (self.optimizer, *self.others):
+            optimizer.step()
 
     @property
     def state_mb(self) -> float:
-        return state_mb(self.optimizer)
-
-
-def gradient_of(p: Tensor) -> Tensor:
-    """Return the gradient, zeros if there is none."""
-    return torch.zeros_like(p) if p.grad is None else p.grad
+        optimizers = (self.optimizer, *self.others)
+        return sum(map(state_mb, optimizers)) + size_mb(self.copies)
 
 
 class TwoGradients(OneGradient):
@@ -75,9 +79,10 @@ class TwoGradients(OneGradient):
 class Averaged(OneGradient):
     """Measured at an average of the iterates: DoG with its authors' averager."""
 
-    def __init__(self, optimizer: Any, averager: Any) -> None:
+    def __init__(self, optimizer: Any, model: nn.Module) -> None:
         super().__init__(optimizer)
-        self.averager = averager
+        self.averager = PolynomialDecayAverager(model)
+        self.copies = list(self.averager.averaged_model.parameters())
 
     def step(self, training: Training) -> None:
         try:
@@ -87,11 +92,8 @@ class Averaged(OneGradient):
         self.averager.step()
 
     def result(self, training: Training) -> nn.Module:
-        return training.model if training.evaluations == 0 else self.averager.averaged_model
-
-    @property
-    def state_mb(self) -> float:
-        return super().state_mb + size_mb(self.averager.averaged_model.parameters())
+        average: nn.Module = self.averager.averaged_model
+        return training.model if training.evaluations == 0 else average
 
 
 class AtAverage(OneGradient):
@@ -172,6 +174,7 @@ class Mars(OneGradient):
     def __init__(self, model: nn.Module, lr: float) -> None:
         super().__init__(AdamW(model.parameters(), lr, (0.95, 0.99), weight_decay=0.0))
         self.previous = copy.deepcopy(model)
+        self.copies = list(self.previous.parameters())
 
     def step(self, training: Training) -> None:
         sample = training.draw()
@@ -179,7 +182,7 @@ class Mars(OneGradient):
             training.gradient(sample, self.previous)
         training.gradient(sample)
         with torch.no_grad():
-            for p, q in zip(training.model.parameters(), self.previous.parameters()):
+            for p, q in zip(training.model.parameters(), self.copies):
                 if p.grad is not None:
                     p.grad = self.corrected(p.grad, p.grad if q.grad is None else q.grad)
                 q.copy_(p)
@@ -190,10 +193,6 @@ class Mars(OneGradient):
         """Return c_t."""
         c = g + 0.025 * 0.95 / (1 - 0.95) * (g - old)
         return c / max(1.0, float(c.norm()))
-
-    @property
-    def state_mb(self) -> float:
-        return super().state_mb + size_mb(self.previous.parameters())
 
 
 class MarsApproximate(OneGradient):
@@ -212,38 +211,23 @@ class MarsApproximate(OneGradient):
             {"params": rest, "betas": (0.9, 0.95), "weight_decay": 0.1},
         ]
         super().__init__(AdamW(groups, lr))
-        self.old = [torch.zeros_like(p) for p in self.matrices]
+        self.copies = [torch.zeros_like(p) for p in self.matrices]
 
     def step(self, training: Training) -> None:
         training.gradient(training.draw())
-        for p, old in zip(self.matrices, self.old):
+        for p, old in zip(self.matrices, self.copies):
             g = gradient_of(p)
             p.grad = Mars.corrected(g, old)
             old.copy_(g)
         self.optimizer.step()
 
-    @property
-    def state_mb(self) -> float:
-        return super().state_mb + size_mb(self.old)
+
+def gradient_of(p: Tensor) -> Tensor:
+    """Return the gradient, zeros if there is none."""
+    return torch.zeros_like(p) if p.grad is None else p.grad
 
 
-class TwoOptimizers(OneGradient):
-    """Two optimizers, each with some of the parameters."""
-
-    def __init__(self, optimizer: Any, other: Any) -> None:
-        super().__init__(optimizer)
-        self.other = other
-
-    def step(self, training: Training) -> None:
-        super().step(training)
-        self.other.step()
-
-    @property
-    def state_mb(self) -> float:
-        return super().state_mb + state_mb(self.other)
-
-
-class Svrg(Stepper):
+class Svrg(OneGradient):
     """SVRG (Johnson & Zhang 2013): a full gradient at an anchor once per epoch.
 
     The anchor's gradient costs as many evaluations as the training set has mini-batches. The last
@@ -253,7 +237,7 @@ class Svrg(Stepper):
     gradients_per_step = 2
 
     def __init__(self, model: nn.Module, lr: float) -> None:
-        self.lr, self.params = lr, list(model.parameters())
+        super().__init__(SGD(model.parameters(), lr))
         self.anchor = copy.deepcopy(model)
         self.full: list[Tensor] = []
         self.left = 0  # steps until the next anchor
@@ -266,9 +250,10 @@ class Svrg(Stepper):
         sample = training.draw()
         training.gradient(sample, self.anchor)
         training.gradient(sample)
-        with torch.no_grad():
-            for p, q, full in zip(self.params, self.anchor.parameters(), self.full):
-                p.sub_(gradient_of(p) - gradient_of(q) + full, alpha=self.lr)
+        anchor = self.anchor.parameters()
+        for p, q, full in zip(training.model.parameters(), anchor, self.full):
+            p.grad = gradient_of(p) - gradient_of(q) + full
+        self.optimizer.step()
         self.left = max(0, self.left - 1)
 
     def _take_anchor(self, training: Training) -> None:
@@ -276,10 +261,7 @@ class Svrg(Stepper):
         self.anchor.zero_grad()
         training.workload.full_loss(self.anchor).backward()
         self.full = [gradient_of(q).clone() for q in self.anchor.parameters()]
+        self.copies = [*self.anchor.parameters(), *self.full]
         training.evaluations += training.workload.batches
         training.samples += training.workload.batches
         self.left = training.workload.batches
-
-    @property
-    def state_mb(self) -> float:
-        return 2 * size_mb(self.params)

@@ -156,10 +156,10 @@ class Network(Workload):
         measures: Returns values by name ("loss", "accuracy") for the model and a batch; by
             default those of the two functions.
         full_grad: Whether to measure the norm of the full gradient, too.
-        augment: Randomly transforms the inputs of a training batch, with a generator.
     """
 
     measured = 2000
+    augment: Callable[[Tensor, Generator], Tensor] | None = None  # random, of a batch's inputs
 
     def __init__(
         self,
@@ -174,7 +174,6 @@ class Network(Workload):
         accuracy: Callable[[nn.Module, Any], Any] | None = None,
         measures: Callable[[nn.Module, Any], dict[str, Any]] | None = None,
         full_grad: bool = False,
-        augment: Callable[[Tensor, Generator], Tensor] | None = None,
     ) -> None:
         for what, value in (("model", model), ("loss", loss)):
             if not callable(value):
@@ -188,7 +187,7 @@ class Network(Workload):
         self.measures = measures or self._measures
         self.train = _examples(data, f"{name}: data")
         self.valid = None if valid is None else _examples(valid, f"{name}: valid")
-        self.full_grad, self.augment = full_grad, augment
+        self.full_grad = full_grad
         self.batches = math.ceil(len(self.train) / batch_size)
         self.measured = min(self.measured, len(self.train))
         self.device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("cifar10")
+from stormplus_bench.train.datasets import cifar10 as Dataset

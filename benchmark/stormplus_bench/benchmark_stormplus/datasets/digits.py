@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("digits")
+from stormplus_bench.train.datasets import digits as Dataset

@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("long")
+from stormplus_bench.train.datasets import long as Dataset

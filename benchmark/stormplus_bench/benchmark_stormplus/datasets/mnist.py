@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("mnist")
+from stormplus_bench.train.datasets import mnist as Dataset

@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("shakespeare")
+from stormplus_bench.train.datasets import shakespeare as Dataset

@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("small-data")
+from stormplus_bench.train.datasets import small_data as Dataset

@@ -1,3 +1,1 @@
-from stormplus_bench.train.datasets import dataset
-
-Dataset = dataset("smooth")
+from stormplus_bench.train.datasets import smooth as Dataset

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("adagrad")
+from stormplus_bench.train.solvers import adagrad as Solver

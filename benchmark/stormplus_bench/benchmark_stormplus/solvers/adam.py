@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("adam")
+from stormplus_bench.train.solvers import adam as Solver

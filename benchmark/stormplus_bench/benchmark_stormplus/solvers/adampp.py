@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("adam-plus-plus")
+from stormplus_bench.train.solvers import adam_plus_plus as Solver

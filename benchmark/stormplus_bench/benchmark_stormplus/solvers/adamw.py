@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("adamw")
+from stormplus_bench.train.solvers import adamw as Solver

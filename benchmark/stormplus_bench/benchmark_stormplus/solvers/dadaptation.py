@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("dadaptation")
+from stormplus_bench.train.solvers import dadaptation as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("dog")
+from stormplus_bench.train.solvers import dog as Solver

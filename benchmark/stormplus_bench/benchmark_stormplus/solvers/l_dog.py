@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("l-dog")
+from stormplus_bench.train.solvers import l_dog as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("mars")
+from stormplus_bench.train.solvers import mars as Solver

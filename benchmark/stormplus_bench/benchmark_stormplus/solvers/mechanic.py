@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("mechanic")
+from stormplus_bench.train.solvers import mechanic as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("muon")
+from stormplus_bench.train.solvers import muon as Solver

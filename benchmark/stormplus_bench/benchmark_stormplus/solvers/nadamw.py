@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("nadamw")
+from stormplus_bench.train.solvers import nadamw as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("prodigy")
+from stormplus_bench.train.solvers import prodigy as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("rmsprop")
+from stormplus_bench.train.solvers import rmsprop as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("schedule-free-plus")
+from stormplus_bench.train.solvers import schedule_free_plus as Solver

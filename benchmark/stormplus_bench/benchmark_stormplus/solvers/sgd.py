@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("sgd")
+from stormplus_bench.train.solvers import sgd as Solver

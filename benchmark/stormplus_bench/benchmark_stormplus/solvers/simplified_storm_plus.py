@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("simplified-storm-plus")
+from stormplus_bench.train.solvers import simplified_storm_plus as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("storm")
+from stormplus_bench.train.solvers import storm as Solver

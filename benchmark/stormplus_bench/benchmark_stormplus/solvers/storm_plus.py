@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("storm-plus")
+from stormplus_bench.train.solvers import storm_plus as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("svrg")
+from stormplus_bench.train.solvers import svrg as Solver

@@ -1,3 +1,1 @@
-from stormplus_bench.train.solvers import solver
-
-Solver = solver("untuned")
+from stormplus_bench.train.solvers import untuned as Solver
