@@ -99,6 +99,8 @@ def test_readme_compares_gap_and_validation_accuracy():
     assert lines[2] == "| Untuned | 1 | 2 | none | 0 | 0 | 95.0 | 1.2 |"
     assert lines[3] == "| Adam | 1 | 2 | lr, schedule | 33 | 0 | 90.0 |  |"
     assert len(lines) == 4
+    gaps = tables.gap_table(frame).markdown().splitlines()
+    assert gaps[2] == "| Untuned | 0 | 0 | 0 | 0 | 95.0 |"  # the last: accuracy
     table = next(t for t in tables.all_tables(frame, {}) if t.name == "validation")
     assert table.markdown().splitlines()[::3] == [
         "| method | autoencoder-mnist, loss | mlp-digits, % |",
