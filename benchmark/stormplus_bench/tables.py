@@ -69,10 +69,11 @@ class Table:
         """Return the table in Markdown. Names are escaped; cells may hold Markdown."""
         cells = self.text()
         names = [escape_markdown(str(name)) for name in (cells.index.name, *cells.columns)]
-        lines = [names, ["---"] * len(names)]
+        lines = [names]
         for name, line in zip(cells.index, cells.to_numpy()):
             lines.append([escape_markdown(name), *(html.escape(v, quote=False) for v in line)])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        head, *body = [f"| {' | '.join(line)} |" for line in lines]
+        return "\n".join([head, f"|{'---|' * len(names)}", *body])
 
     def html(self) -> str:
         """Return the table in HTML, below its caption."""

@@ -51,7 +51,7 @@ def test_the_table_of_a_page_is_replaced_also_through_a_link(finished):
     assert (folder / "link.md").is_symlink()
     # SGD: 3.5 / 9.5 and 0; STORM+: 1.5 / 9.5 and 0.5 / 1.5.
     assert (folder / "real.md").read_text() == (
-        "Before.\n<!-- gap:begin -->\n\n| method | a | b | mean |\n| --- | --- | --- | --- |\n"
+        "Before.\n<!-- gap:begin -->\n\n| method | a | b | mean |\n|---|---|---|---|\n"
         "| SGD | 37 | 0 | 18 |\n| STORM+ | 16 | 33 | 25 |\n| Adam | div. | div. | 100 |\n\n"
         "<!-- gap:end -->\n<!-- other:begin -->\n"
     )
