@@ -2,7 +2,7 @@
 
     python research/untuned_study.py
 
-Fills the blocks `bar`, `options` and `ablation` of docs/untuned-study.md and draws
+Fills the blocks `bar`, `options`, `ablation` and `left-out` of docs/untuned-study.md and draws
 docs/figures/untuned.png. The variants are no longer in the tree; their rows are
 docs/results/variants.jsonl.gz and docs/results/options.jsonl.gz.
 """
@@ -46,6 +46,7 @@ def main() -> None:
         "bar": summary(bar, profile.scores, validation(frame)),
         "options": options(pd.concat([frame, load("options")])),
         "ablation": ablation(pd.read_json(ABLATION, lines=True)),
+        "left-out": left_out(pd.read_json(ABLATION, lines=True)),
     }
     PAGE.write_text(tables.fill(PAGE.read_text("utf-8"), blocks, str(PAGE)), "utf-8")
     maps = {
@@ -129,11 +130,32 @@ def ablation(frame: pd.DataFrame) -> str:
 
 def relative_changes(frame: pd.DataFrame, loss: str) -> pd.Series:
     """Return means over runs by what was changed, and the median of their standard errors."""
-    runs = frame.pivot_table(loss, ["constant", "factor"], ["workload", "seed"], sort=False)
-    changes = 100 * (runs / runs.loc["as it is", 1.0] - 1).drop("as it is")
+    changes = changes_of(frame, loss)
     means = changes.mean(axis=1).map("{:+.1f}".format).groupby(level=0, sort=False).agg(", ".join)
     means["standard error"] = f"{changes.sem(axis=1).median():.1f}"
     return means
+
+
+def changes_of(frame: pd.DataFrame, loss: str) -> pd.DataFrame:
+    """Return changes in per cent, of what was changed by (workload, seed)."""
+    runs = frame.pivot_table(loss, ["constant", "factor"], ["workload", "seed"], sort=False)
+    return 100 * (runs / runs.loc["as it is", 1.0] - 1).drop("as it is")
+
+
+def left_out(frame: pd.DataFrame) -> str:
+    """Return what is best on all workloads but one, and how it changes the loss on that one."""
+    columns = {}
+    for loss, title in (("train_loss", "training loss"), ("valid_loss", "validation loss")):
+        means = changes_of(frame, loss).dropna().T.groupby(level="workload").mean()
+        chosen = {name: means.drop(name).mean().idxmin() for name in means.index}
+        columns[f"by {title}"] = pd.Series(
+            {k: f"{described(*best)}: {means.loc[k, best]:+.1f}" for k, best in chosen.items()}
+        )
+    return tables.Table("", "", pd.DataFrame(columns).rename_axis("left out")).markdown()
+
+
+def described(constant: str, factor: float) -> str:
+    return {0.5: f"{constant} halved", 2.0: f"{constant} doubled"}.get(factor, constant)
 
 
 if __name__ == "__main__":
