@@ -1,13 +1,15 @@
 """Change one thing in Untuned's rule: `python research/untuned_ablation.py SEED...`.
 
 Each constant is halved and doubled, and other forms take a formula's place. Rows go to
-research/results/untuned_ablation.jsonl; research/untuned_study.py makes their table.
+research/results/untuned_ablation.jsonl; research/untuned_study.py makes their table. Of the
+interpolation y = 0.1 z + 0.9 x it is the weight of z that is halved and doubled.
 """
 
 import json
-from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from common import parser
@@ -20,46 +22,105 @@ from stormplus_bench.train.training import Training
 ROWS = Path(__file__).parent / "results" / "untuned_ablation.jsonl"
 WORKLOADS = ("autoencoder-mnist", "cnn-mnist", "bncnn-cifar10")
 AS_IS = "as it is"
+# What a variant replaces, by dotted name, and what takes its place.
+Changes = dict[str, Any]
+RULE = "stormplus.untuned_rule"
+TORCH = "stormplus.torch"
 
 
-def start(factor: float) -> dict[str, Callable[..., Any]]:
-    return {"initial_distance": lambda ceiling: ceiling / (200 * factor)}
+def start(factor: float) -> Changes:
+    return {f"{RULE}.initial_distance": lambda ceiling: ceiling / (200 * factor)}
 
 
-def bound(factor: float) -> dict[str, Callable[..., Any]]:
-    return {"max_step_size": lambda ceiling, evidence: ceiling / (60 * factor) * (1 + evidence)}
+def bound(factor: float) -> Changes:
+    return {
+        f"{RULE}.max_step_size": lambda ceiling, evidence: ceiling / (60 * factor) * (1 + evidence)
+    }
 
 
-def exponent(factor: float) -> dict[str, Callable[..., Any]]:
+def exponent(factor: float) -> Changes:
     def grown(displacement: Any, ratio: Any) -> Any:
         return displacement * (ratio.clip(1, 2) ** (2 * factor)).clip(1, 4)
 
-    return {"grown_distance": grown}
+    return {f"{RULE}.grown_distance": grown}
 
 
-def largest_growth(factor: float) -> dict[str, Callable[..., Any]]:
+def largest_growth(factor: float) -> Changes:
     def grown(displacement: Any, ratio: Any) -> Any:
         return displacement * (ratio.clip(1, 1e6) ** 2).clip(1, 4 * factor)
 
-    return {"grown_distance": grown}
+    return {f"{RULE}.grown_distance": grown}
 
 
-def gradients(factor: float) -> dict[str, Callable[..., Any]]:
+def gradients(factor: float) -> Changes:
     k = 3 * factor
-    return {"grad_weight": lambda t: k / (t + k - 1)}
+    return {f"{RULE}.grad_weight": lambda t: k / (t + k - 1)}
 
 
-def iterates(factor: float) -> dict[str, Callable[..., Any]]:
+def iterates(factor: float) -> Changes:
     k = 9 * factor
-    return {"average_weight": lambda t: k / (t + k - 1)}
+    return {f"{RULE}.average_weight": lambda t: k / (t + k - 1)}
 
 
-def scale(factor: float) -> dict[str, Callable[..., Any]]:
+def scale(factor: float) -> Changes:
     natural = untuned_rule.natural_scale
-    return {"natural_scale": lambda inputs: natural(inputs) * factor}
+    return {f"{RULE}.natural_scale": lambda inputs: natural(inputs) * factor}
 
 
-def forgetting(exponent: float) -> dict[str, Callable[..., Any]]:
+def ceiling(factor: float) -> Changes:
+    return {
+        f"{RULE}.distance_ceiling": lambda start, natural, xp: xp.maximum(start, natural) * factor
+    }
+
+
+def step_exponent(factor: float) -> Changes:
+    def next_step_size(scalars: Any, xp: Any) -> Any:
+        eta = scalars.distance / (1 + scalars.effective_steps.value) ** (factor / 2)
+        return xp.minimum(eta, untuned_rule.max_step_size(scalars.ceiling, scalars.evidence))
+
+    return {f"{RULE}.next_step_size": next_step_size}
+
+
+def evidence_exponent(factor: float) -> Changes:
+    def next_evidence(scalars: Any, counts: Any, agreement: Any) -> Any:
+        return scalars.evidence + counts * agreement ** (2 * factor)
+
+    return {f"{RULE}.next_evidence": next_evidence}
+
+
+def ceiling_exponent(factor: float) -> Changes:
+    """Cap r at R (1 + A)^(factor / 2), with the same E."""
+    least_agreement = untuned_rule.least_agreement
+
+    def next_evidence(scalars: Any, counts: Any, agreement: Any) -> Any:
+        return scalars.evidence + counts * ((1 + agreement) ** (1 / factor) - 1) ** 2
+
+    return {
+        f"{RULE}.least_agreement": lambda *args: least_agreement(*args) ** factor,
+        f"{RULE}.next_evidence": next_evidence,
+    }
+
+
+def clip(factor: float) -> Changes:
+    coefficients = Untuned._coefficients
+
+    def with_limit(*args: Any) -> Any:
+        found = coefficients(*args)
+        return found._replace(max_move=factor * found.max_move)
+
+    return {f"{TORCH}.untuned.Untuned._coefficients": with_limit}
+
+
+def interpolation(factor: float) -> Changes:
+    b = 1 - 0.1 * factor
+    return {
+        f"{RULE}.INTERPOLATION": b,
+        f"{TORCH}.kernels.plain.INTERPOLATION": b,
+        f"{TORCH}.kernels.native.supports": lambda *tensors: False,  # it has the constant in C
+    }
+
+
+def forgetting(exponent: float) -> Changes:
     """Let E fall as 1 / c^exponent, c the effective steps, while the steps do not agree."""
 
     def forgotten(scalars: Any, counts: Any, agreement: Any) -> Any:
@@ -67,16 +128,30 @@ def forgetting(exponent: float) -> dict[str, Callable[..., Any]]:
         kept = (steps / (steps + counts)) ** exponent
         return scalars.evidence * kept + counts * agreement**2
 
-    return {"next_evidence": forgotten}
+    return {f"{RULE}.next_evidence": forgotten}
 
 
-def grown_by(exponent: float) -> dict[str, Callable[..., Any]]:
+def grown_by(exponent: float) -> Changes:
     """Let r grow by the ratio to this power, without a limit other than the ceiling."""
 
     def grown(displacement: Any, ratio: Any) -> Any:
         return displacement * ratio.clip(1) ** exponent
 
-    return {"grown_distance": grown}
+    return {f"{RULE}.grown_distance": grown}
+
+
+def own_agreement() -> Changes:
+    """Let each tensor have its own A."""
+
+    def agreement(ratio: Any, walk: Any, eligible: Any, xp: Any) -> Any:
+        return xp.where(walk > untuned_rule.INITIAL_WALK, ratio, 1.0).clip(1.0)
+
+    return {f"{RULE}.least_agreement": agreement}
+
+
+def least_of_all() -> Changes:
+    """Take the least agreement over vectors, too."""
+    return {f"{RULE}.eligible_tensors": lambda axes: [True] * len(axes)}
 
 
 CONSTANTS = {
@@ -87,6 +162,12 @@ CONSTANTS = {
     "3 (gradients)": gradients,
     "9 (iterates)": iterates,
     "1/sqrt(m)": scale,
+    "R": ceiling,
+    "0.1 (interpolation)": interpolation,
+    "1/2 (of 1 + c)": step_exponent,
+    "2 (of A)": evidence_exponent,
+    "1/2 (of 1 + A)": ceiling_exponent,
+    "r (clip)": clip,
 }
 
 FORMS = {
@@ -94,21 +175,19 @@ FORMS = {
     "E falls as 1/c": forgetting(1.0),
     "growth max(1, rho)": grown_by(1.0),
     "growth max(1, rho)^2": grown_by(2.0),
+    "A of each tensor": own_agreement(),
+    "A over vectors, too": least_of_all(),
 }
 
 
 def run(constant: str, factor: float, name: str, seed: int) -> dict[str, Any]:
     changed = CONSTANTS[constant](factor) if constant in CONSTANTS else FORMS.get(constant, {})
-    before = {key: getattr(untuned_rule, key) for key in changed}
-    for key, function in changed.items():
-        setattr(untuned_rule, key, function)
-    try:
+    with ExitStack() as stack:
+        for target, new in changed.items():
+            stack.enter_context(mock.patch(target, new))
         workload = catalogue.EVERY[name]()
         workload.fractions = (0, 1)
         training = Training(workload, lambda t: AtAverage(Untuned(t.parameters)), seed).finish()
-    finally:
-        for key, function in before.items():
-            setattr(untuned_rule, key, function)
     ends = {key: training.curve[key][-1] for key in ("train_loss", "valid_loss")}
     return {"constant": constant, "factor": factor, "workload": name, "seed": seed, **ends}
 

@@ -2,9 +2,8 @@
 
     python research/untuned_study.py
 
-Fills the blocks `bar`, `options` and `ablation` of docs/untuned-study.md and draws
-docs/figures/untuned.png. The variants are no longer in the tree; their rows are
-docs/results/variants.jsonl.gz and docs/results/options.jsonl.gz.
+Fills the tables of docs/untuned-study.md and draws docs/figures/untuned.png. The variants of its
+second map are no longer in the tree; their rows are docs/results/variants.jsonl.gz.
 """
 
 from __future__ import annotations
@@ -21,6 +20,14 @@ DOCS = Path(__file__).parents[1] / "docs"
 PAGE = DOCS / "untuned-study.md"
 FIGURE = DOCS / "figures" / "untuned.png"
 ABLATION = Path(__file__).parent / "results" / "untuned_ablation.jsonl"
+OPTIONS = Path(__file__).parent / "results" / "untuned_options.jsonl"
+CASES = Path(__file__).parent / "results" / "untuned_cases.jsonl"
+# Reported cases that `stormplus robust` has.
+ROBUST = [
+    *("linear regression on raw targets", "bag of 20,000 words"),
+    *("an image of 3 x 128 x 128 from zero", "a vector of 50,000 numbers from zero"),
+    "abilities and difficulties from zero",
+]
 # Workloads of the study; the last two were held out for the earlier form of the rule.
 OPEN = [
     *("logistic-digits", "phase-retrieval", "nmf", "mlp-digits", "cnn-digits"),
@@ -45,8 +52,10 @@ def main() -> None:
     study = study_shares(frame[is_variant | (frame["method"] == "Untuned")], profile.target)
     blocks = {
         "bar": summary(bar, profile.scores, validation(frame)),
-        "options": options(pd.concat([frame, load("options")])),
+        "cases": cases(),
+        "options": options(),
         "ablation": ablation(pd.read_json(ABLATION, lines=True)),
+        "left-out": left_out(pd.read_json(ABLATION, lines=True)),
     }
     PAGE.write_text(tables.fill(PAGE.read_text("utf-8"), blocks, str(PAGE)), "utf-8")
     maps = {
@@ -55,6 +64,10 @@ def main() -> None:
     }
     drawn = figures.heat_maps(maps, reached, lambda share: 1.05 - share, "Blues")
     drawn.savefig(FIGURE, dpi=130, metadata={"Software": None})
+
+
+def markdown(table: pd.DataFrame) -> str:
+    return tables.Table("", "", table).markdown()
 
 
 def load(*names: str) -> pd.DataFrame:
@@ -105,18 +118,33 @@ def summary(shares: pd.DataFrame, scores: pd.Series, valid: pd.Series) -> str:
         "validation loss": [f"{valid[name]:.2f}" for name in shares.index],
     }
     frame = pd.DataFrame(columns, shares.index)
-    return tables.Table("", "", frame.rename_axis("method")).markdown()
+    return markdown(frame.rename_axis("method"))
 
 
-def options(frame: pd.DataFrame) -> str:
-    """Final training and validation losses of Untuned as it is, then with one option each."""
-    chosen = ["Untuned", *map(without_prefix, load("options")["method"].unique())]
-    train, valid = (
-        final_losses(frame, which).loc[chosen, NETWORKS].map(tables.number)
-        for which in ("loss", "valid_loss")
+def cases() -> str:
+    """Return the final values of reported cases, one per seed, beside Adam's at 1e-3."""
+    robust = finals.defaults(load("robust")).rename(columns={"workload": "case", "loss": "value"})
+    found = pd.concat([robust, pd.read_json(CASES, lines=True)])
+    names = [*ROBUST, *found["case"][~found["case"].isin(robust["case"])].unique()]
+    values = found.groupby(["case", "method"])["value"].agg(
+        lambda seeds: ", ".join(
+            f"{value:.3g}" if value < 100 else f"{value:,.0f}" for value in seeds
+        )
     )
-    table = (train + " / " + valid).replace(" / ", "")
-    return tables.Table("", "", table.rename_axis("with")).markdown()
+    table = values.unstack().loc[names, ["Untuned", "Adam"]].rename_axis(columns=None)
+    return markdown(table)
+
+
+def options() -> str:
+    """Return mean changes of the losses in per cent, by option, on the seeds that were run."""
+    found = rows.load(OPTIONS)
+    frame = pd.concat([found, load("untuned")])
+    frame["constant"] = frame["method"].map(without_prefix).replace("Untuned", "as it is")
+    chosen = frame["workload"].isin(found["workload"]) & frame["seed"].isin(found["seed"])
+    ends = frame[chosen & (frame["evaluations"] == frame["budget"])].assign(factor=1.0)
+    losses = {"training loss": "train_loss", "validation loss": "valid_loss"}
+    table = {title: relative_changes(ends, loss) for title, loss in losses.items()}
+    return markdown(pd.DataFrame(table).rename_axis("with"))
 
 
 def ablation(frame: pd.DataFrame) -> str:
@@ -125,16 +153,36 @@ def ablation(frame: pd.DataFrame) -> str:
         **{name: relative_changes(part, "train_loss") for name, part in frame.groupby("workload")},
         "validation loss of all three": relative_changes(frame, "valid_loss"),
     }
-    return tables.Table("", "", pd.DataFrame(table).rename_axis("changed")).markdown()
+    return markdown(pd.DataFrame(table).rename_axis("changed"))
 
 
 def relative_changes(frame: pd.DataFrame, loss: str) -> pd.Series:
     """Return means over runs by what was changed, and the median of their standard errors."""
-    runs = frame.pivot_table(loss, ["constant", "factor"], ["workload", "seed"], sort=False)
-    changes = 100 * (runs / runs.loc["as it is", 1.0] - 1).drop("as it is")
+    changes = changes_of(frame, loss)
     means = changes.mean(axis=1).map("{:+.1f}".format).groupby(level=0, sort=False).agg(", ".join)
     means["standard error"] = f"{changes.sem(axis=1).median():.1f}"
     return means
+
+
+def changes_of(frame: pd.DataFrame, loss: str) -> pd.DataFrame:
+    """Return changes in per cent, of what was changed by (workload, seed)."""
+    runs = frame.pivot_table(loss, ["constant", "factor"], ["workload", "seed"], sort=False)
+    return 100 * (runs / runs.loc["as it is", 1.0] - 1).drop("as it is")
+
+
+def left_out(frame: pd.DataFrame) -> str:
+    """Say how the best change on all workloads but one changes the loss on that one."""
+    parts = []
+    for title, loss in (("training loss", "train_loss"), ("validation loss", "valid_loss")):
+        means = changes_of(frame, loss).dropna().T.groupby(level="workload").mean()
+        chosen = {name: means.drop(name).mean().idxmin() for name in means.index}
+        changes = ", ".join(f"{means.loc[name, best]:+.1f}" for name, best in chosen.items())
+        parts.append(f"its {title} by {changes} %")
+    return (
+        "Leave one workload out, in the order above: the best change on the other two changes "
+        + ", ".join(parts)
+        + "."
+    )
 
 
 if __name__ == "__main__":

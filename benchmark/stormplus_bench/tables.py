@@ -69,10 +69,11 @@ class Table:
         """Return the table in Markdown. Names are escaped; cells may hold Markdown."""
         cells = self.text()
         names = [escape_markdown(str(name)) for name in (cells.index.name, *cells.columns)]
-        lines = [names, ["---"] * len(names)]
+        lines = [names]
         for name, line in zip(cells.index, cells.to_numpy()):
             lines.append([escape_markdown(name), *(html.escape(v, quote=False) for v in line)])
-        return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        head, *body = [f"| {' | '.join(line)} |" for line in lines]
+        return "\n".join([head, f"|{'---|' * len(names)}", *body])
 
     def html(self) -> str:
         """Return the table in HTML, below its caption."""
@@ -163,10 +164,8 @@ def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
         column = f"gap at defaults, {title}, %"
         mean = scores.mean_gap(gaps[gaps["workload"].isin(TIERS[tier])])["mean"]
         table[column], formats[column] = 100 * mean.reindex(known), percent
-    networks = ends[ends["workload"].isin(TIERS["networks"])]
-    accuracy = validation_table(networks).frame.filter(like=", %").reindex(known)
     column = "validation accuracy, networks, %"
-    table[column], formats[column] = accuracy.mean(axis=1, skipna=False), fixed(1)
+    table[column], formats[column] = mean_accuracy(ends).reindex(known), fixed(1)
     if step_times:
         table["step time / Adam(fused)"] = pd.Series(step_times, dtype=float).reindex(known)
         formats["step time / Adam(fused)"] = lambda value: number(value, 2)
@@ -179,16 +178,27 @@ def readme_table(frame: pd.DataFrame, step_times: Mapping[str, float]) -> Table:
     return Table("table", caption, table, formats)
 
 
+def mean_accuracy(ends: pd.DataFrame) -> pd.Series:
+    """Return mean validation accuracies in %, of methods that have one on every network."""
+    networks = ends[ends["workload"].isin(TIERS["networks"])]
+    return validation_table(networks).frame.filter(like=", %").mean(axis=1, skipna=False)
+
+
 def gap_table(frame: pd.DataFrame) -> Table:
-    """Return the gap at defaults, methods by workloads."""
+    """Return the gap at defaults, methods by workloads, and the mean validation accuracy."""
     grid = scores.gap_map(scores.gap(frame))
+    formats: dict[str, Callable[[float], str]] = dict.fromkeys(grid.columns, percent)
+    accuracy = mean_accuracy(finals.defaults(frame)).reindex(grid.index)
+    if accuracy.notna().any():
+        grid["accuracy"], formats["accuracy"] = accuracy, fixed(1)
     caption = (
         "Gap at defaults, % (lower is better): the share of the achievable loss reduction that is "
         "missed without tuning, (loss - best) / (initial - best), best being the lowest final "
         "training loss of any method at any lr. Mean: each workload counts for at most 100 %. "
-        "div.: diverged in half of the runs or more. Empty: not run."
+        "div.: diverged in half of the runs or more. Empty: not run. Accuracy: in validation, %, "
+        "mean over the networks that have one."
     )
-    return Table("gap", caption, grid, dict.fromkeys(grid.columns, percent))
+    return Table("gap", caption, grid, formats)
 
 
 def wins_table(frame: pd.DataFrame) -> Table:

@@ -51,7 +51,7 @@ def test_the_table_of_a_page_is_replaced_also_through_a_link(finished):
     assert (folder / "link.md").is_symlink()
     # SGD: 3.5 / 9.5 and 0; STORM+: 1.5 / 9.5 and 0.5 / 1.5.
     assert (folder / "real.md").read_text() == (
-        "Before.\n<!-- gap:begin -->\n\n| method | a | b | mean |\n| --- | --- | --- | --- |\n"
+        "Before.\n<!-- gap:begin -->\n\n| method | a | b | mean |\n|---|---|---|---|\n"
         "| SGD | 37 | 0 | 18 |\n| STORM+ | 16 | 33 | 25 |\n| Adam | div. | div. | 100 |\n\n"
         "<!-- gap:end -->\n<!-- other:begin -->\n"
     )
@@ -92,6 +92,8 @@ def test_readme_compares_gap_and_validation_accuracy():
     assert lines[2] == "| Untuned | 1 | 2 | none | 0 | 0 | 95.0 | 1.2 |"
     assert lines[3] == "| Adam | 1 | 2 | lr, schedule | 33 | 0 | 90.0 |  |"
     assert len(lines) == 4
+    gaps = tables.gap_table(frame).markdown().splitlines()
+    assert gaps[2] == "| Untuned | 0 | 0 | 0 | 0 | 95.0 |"  # the last: accuracy
     table = next(t for t in tables.all_tables(frame, {}) if t.name == "validation")
     assert table.markdown().splitlines()[::3] == [
         "| method | autoencoder-mnist, loss | mlp-digits, % |",
