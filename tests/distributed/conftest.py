@@ -5,7 +5,7 @@ import pytest
 
 @pytest.fixture(scope="session")
 def cluster(tmp_path_factory):
-    from cluster import Cluster
+    from tests.distributed.cluster import Cluster
 
     with closing(Cluster(tmp_path_factory.mktemp("cluster"))) as started:
         yield started

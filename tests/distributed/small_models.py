@@ -1,12 +1,11 @@
-"""Non-linear models, their data, and one loop for every way of spreading them."""
-
-from itertools import pairwise
+"""One loop for every way of spreading a model, and what runs are compared by."""
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
+from tests.support.problems import WIDTHS, Tanh, batches, bounded_loss
+from tests.torch.optimizers import halves
 
 OPTIMIZERS = {
     "storm+": StormPlus,
@@ -15,56 +14,6 @@ OPTIMIZERS = {
     "untuned": Untuned,
 }
 BUFFERS = ("estimator", "z_minus_x", "grad_rms", "initial_sample")
-
-# No output dimension divides by 4, and the last is smaller than 4: with 4 processes some
-# shards are short and some are empty.
-WIDTHS = (6, 9, 5, 1)
-EVEN = (6, 8, 5, 1)  # torch's tensor parallelism wants a hidden dimension that divides evenly
-
-
-class Tanh(nn.Module):
-    """Three tanh layers with a bounded loss: a run neither explodes nor is chaotic."""
-
-    def __init__(self, dtype=torch.float64, seed=0, widths=WIDTHS):
-        super().__init__()
-        layers = [nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)]
-        self.layers = nn.ModuleList(layers)
-        generator = torch.Generator().manual_seed(seed)
-        for p in self.parameters():
-            p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) / 2
-
-    def forward(self, u):
-        for layer in self.layers:
-            u = torch.tanh(layer(u))
-        return u
-
-
-class Normalised(nn.Module):
-    """BatchNorm and dropout."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(6, 8, dtype=torch.float64)
-        self.last = nn.Linear(8, 1, dtype=torch.float64)
-        self.norm = nn.BatchNorm1d(8, dtype=torch.float64)
-        self.drop = nn.Dropout(0.3)
-
-    def forward(self, u):
-        return self.last(self.drop(torch.tanh(self.norm(self.first(u)))))
-
-
-def bounded_loss(prediction, y):
-    return torch.log1p(0.5 * (prediction - y).square()).sum(dim=1).mean()
-
-
-def batches(steps, rows=8, dtype=torch.float64, seed=1):
-    """A joined batch for each step, of a size that 2 and 4 divide."""
-    generator = torch.Generator().manual_seed(seed)
-    u = torch.randn(steps, rows, 6, generator=generator, dtype=torch.float64)
-    noise = torch.randn(steps, rows, 1, generator=generator, dtype=torch.float64)
-    y = torch.sin(u.sum(dim=2, keepdim=True)) + 0.3 * noise
-    return list(zip(u.to(dtype), y.to(dtype)))
 
 
 def place():
@@ -103,11 +52,7 @@ class Loop:
         return self.opt.step(lambda: self.evaluate(batch))
 
     def move_and_estimate(self, batch):
-        if self.opt.started:
-            self.evaluate(batch)
-            self.opt.move()
-        self.evaluate(batch)
-        self.opt.estimate()
+        halves(self.opt, lambda: self.evaluate(batch))
 
     def train(self, joined):
         """Take this rank's share of joined batches."""

@@ -1,9 +1,11 @@
 """Many processes take the steps that one process takes on the joined batch."""
 
-import jobs
 import pytest
 import torch
-from small_models import EVEN, assert_equal_runs, assert_same_bits, joined_run
+
+from tests.distributed import jobs
+from tests.distributed.small_models import assert_equal_runs, assert_same_bits, joined_run
+from tests.support.problems import EVEN
 
 long = pytest.mark.long
 

@@ -1,8 +1,9 @@
 """Checkpoints, the average and the kept iterate of models on many processes."""
 
-import jobs
 import pytest
-from small_models import assert_equal_runs, assert_same_bits, joined_run
+
+from tests.distributed import jobs
+from tests.distributed.small_models import assert_equal_runs, assert_same_bits, joined_run
 
 pytestmark = pytest.mark.long
 

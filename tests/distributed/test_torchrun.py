@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from tests.torch.optimizers import assert_same
 
 pytestmark = pytest.mark.long

@@ -2,21 +2,21 @@
 
 import pytest
 import torch
-import wrapper_jobs
-from small_models import Tanh, batches, bounded_loss
 
 from stormplus import StormPlus, Untuned
+from tests.distributed import jobs
+from tests.support.problems import Tanh, batches, bounded_loss
 
 long = pytest.mark.long
 
 
 REFUSED = {
-    "ZeroRedundancyOptimizer": (wrapper_jobs.zero_redundancy, {}),
-    "PostLocalSGDOptimizer": (wrapper_jobs.post_local_sgd, {}),
-    "FSDP1": (wrapper_jobs.fsdp1, {"use_orig_params": False}),
-    "FSDP1, original": (wrapper_jobs.fsdp1, {"use_orig_params": True}),
-    "FSDP1, made before": (wrapper_jobs.fsdp1, {"use_orig_params": True, "before": True}),
-    "a part of a sum": (wrapper_jobs.partial_sum, {}),
+    "ZeroRedundancyOptimizer": (jobs.zero_redundancy, {}),
+    "PostLocalSGDOptimizer": (jobs.post_local_sgd, {}),
+    "FSDP1": (jobs.fsdp1, {"use_orig_params": False}),
+    "FSDP1, original": (jobs.fsdp1, {"use_orig_params": True}),
+    "FSDP1, made before": (jobs.fsdp1, {"use_orig_params": True, "before": True}),
+    "a part of a sum": (jobs.partial_sum, {}),
 }
 
 
@@ -27,9 +27,7 @@ def test_what_hands_over_a_part_or_has_no_closure_is_refused(cluster, name):
     cluster.run(2, job, **options)
 
 
-@pytest.mark.parametrize(
-    "action", [wrapper_jobs.distributed_optimizer, wrapper_jobs.optimizer_in_backward]
-)
+@pytest.mark.parametrize("action", [jobs.distributed_optimizer, jobs.optimizer_in_backward])
 def test_other_wrappers_of_torch_are_refused(action):
     with pytest.raises(RuntimeError, match="gives the optimizer a part of the parameters"):
         action()
@@ -37,22 +35,20 @@ def test_other_wrappers_of_torch_are_refused(action):
 
 def test_step_in_backward_with_one_untuned_per_parameter():
     """The hooks take the same steps as a loop over the optimizers after the backward pass."""
-    hooked, looped = Tanh(), Tanh()
-    in_backward = {p: Untuned([p]) for p in hooked.parameters()}
-    afterwards = [Untuned([p]) for p in looped.parameters()]
+    models = hooked, looped = Tanh(), Tanh()
+    opts = {p: Untuned([p]) for model in models for p in model.parameters()}
 
     def step(p):
-        in_backward[p].step()
-        in_backward[p].zero_grad()
+        opts[p].step()
+        opts[p].zero_grad()
 
     for p in hooked.parameters():
         p.register_post_accumulate_grad_hook(step)
     for u, y in batches(30):
-        bounded_loss(hooked(u), y).backward()
-        bounded_loss(looped(u), y).backward()
-        for opt in afterwards:
-            opt.step()
-            opt.zero_grad()
+        for model in models:
+            bounded_loss(model(u), y).backward()
+        for p in looped.parameters():
+            step(p)
     for p, q, start in zip(hooked.parameters(), looped.parameters(), Tanh().parameters()):
         assert p.grad is None
         assert torch.equal(p, q)
@@ -62,8 +58,8 @@ def test_step_in_backward_with_one_untuned_per_parameter():
 @long
 @pytest.mark.parametrize("options", [{}, {"foreach": True}], ids=str)
 def test_partial_gradients_are_summed(cluster, options):
-    runs = cluster.run(4, wrapper_jobs.partial_gradient, 20, **options)
-    x, numbers = wrapper_jobs.partial_gradient(20, ranks=4)
+    runs = cluster.run(4, jobs.partial_gradient, 20, **options)
+    x, numbers = jobs.partial_gradient(20, ranks=4)
     for run_x, run_numbers in runs:
         torch.testing.assert_close(run_x, x, rtol=1e-10, atol=1e-12)
         assert run_numbers == pytest.approx(numbers, rel=1e-10)
@@ -71,7 +67,7 @@ def test_partial_gradients_are_summed(cluster, options):
 
 @long
 def test_each_pipeline_stage_has_sums_of_its_own(cluster):
-    stages = cluster.run(2, wrapper_jobs.pipeline, 30)
+    stages = cluster.run(2, jobs.pipeline, 30)
     model = Tanh()
     parts = [list(model.parameters())[:4], list(model.parameters())[4:]]
     opts = [StormPlus(part) for part in parts]

@@ -21,7 +21,7 @@ from stormplus.rules import (
 )
 from stormplus.torch import PairedOptimizer
 from tests.support.oracle import algorithm_1
-from tests.support.problems_for_tests import Network
+from tests.support.problems import Network
 from tests.support.untuned_oracle import untuned_run
 
 
@@ -176,8 +176,15 @@ class Run:
         self.params = self.problem.parameters(dtype)
         self.opt = case(zip("abc", self.params) if named else self.params, **options)
 
-    def closure(self, sample, **options):
-        return self.problem.closure(self.opt, self.params, self.problem.samples[sample], **options)
+    def closure(self, sample, calls=None):
+        """Return the closure of a sample, which appends to `calls` whenever it is called."""
+
+        def loss():
+            if calls is not None:
+                calls.append(sample)
+            return self.problem.loss(self.params, self.problem.samples[sample])
+
+        return on(self.opt, loss)
 
     def train(self, start=0, stop=None):
         """Take steps with the samples `start` to `stop`, by default all."""

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from torch.optim import lr_scheduler
 
 from stormplus import Storm, StormPlus, Untuned
 from stormplus.versions import release
-from tests.support.problems_for_tests import Network
+from tests.support.problems import Network
 from tests.torch.optimizers import (
     CASES,
     UNTUNED,
@@ -27,6 +28,7 @@ from tests.torch.optimizers import (
     every,
     every_paired,
     everything,
+    on,
     state_tensors,
     values,
     with_rule,
@@ -154,7 +156,7 @@ def trained(case, dtype, tmp_path, interrupt=None, cut=None, between_halves=Fals
     for i, xi in enumerate(problem.samples):
 
         def evaluate():
-            problem.closure(run[1], list(run[0]), xi)()
+            on(run[1], lambda: problem.loss(list(run[0]), xi))()
 
         def freeze():
             run[0].requires_grad_(True)
@@ -272,30 +274,20 @@ def numbers(saved):
     return next(entry["scalars"] for entry in saved["state"].values() if "scalars" in entry)
 
 
-def state_of(case, tmp_path):
-    return Run(case, samples=3).train().opt.state_dict()
+def state_of(case, tmp_path, change=lambda saved: None):
+    saved = Run(case, samples=3).train().opt.state_dict()
+    change(saved)
+    return saved
 
 
 def state_of_adam(case, tmp_path):
-    run = Run(lambda params: torch.optim.Adam(params))
+    run = Run(torch.optim.Adam)
     run.opt.step(run.closure(0))
     return run.opt.state_dict()
 
 
 def state_of_another_optimizer(case, tmp_path):
     return state_of(next(other for other in CASES if other.cls is not case.cls), tmp_path)
-
-
-def newer_state(case, tmp_path):
-    saved = state_of(case, tmp_path)
-    numbers(saved)["format"] = 99
-    return saved
-
-
-def state_without_an_option(case, tmp_path):
-    saved = state_of(case, tmp_path)
-    del saved["param_groups"][0]["maximize"]
-    return saved
 
 
 def state_loaded_in_part(case, tmp_path):
@@ -316,8 +308,11 @@ def state_of_shapes(*shapes):
 REFUSED = {
     "Adam": (state_of_adam, "exp_avg"),
     "weights": (lambda case, tmp_path: {"weights": 1}, "weights"),
-    "newer": (newer_state, "99"),
-    "option": (state_without_an_option, "maximize"),
+    "newer": (partial(state_of, change=lambda saved: numbers(saved).update(format=99)), "99"),
+    "option": (
+        partial(state_of, change=lambda saved: saved["param_groups"][0].pop("maximize")),
+        "maximize",
+    ),
     "in part": (state_loaded_in_part, r"get_state_dict\(model, opt\)"),
     "rule": (state_of_another_optimizer, "rule="),
     "shapes": (state_of_shapes(20, 5, 15), r"\(20,\).*\(5, 4\)"),

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from stormplus import StormPlus, Untuned
-from tests.torch.optimizers import values
+from tests.torch.optimizers import Run, values
 
 
 # torch warns about itself when any optimizer's closure returns a loss inside torch.compile
@@ -17,23 +17,12 @@ def test_a_pair_inside_the_users_torch_compile():
     """The optimizer itself stays outside the graph; the result is that of the plain call."""
     ends = []
     for wrap in (lambda step: step, torch.compile):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(20, 30), nn.Tanh(), nn.Linear(30, 1))
-        opt = StormPlus(model.parameters(), lr=0.3)
-        x, calls = torch.randn(32, 20), []
-
-        def closure():
-            calls.append(None)
-            opt.zero_grad()
-            loss = model(x).square().mean()
-            loss.backward()
-            return loss
-
-        step = wrap(opt.step)
-        for _ in range(4):
-            step(closure)
+        run, calls = Run(StormPlus, dtype=torch.float32, lr=0.3), []
+        step = wrap(run.opt.step)
+        for i in range(4):
+            step(run.closure(i, calls))
         assert len(calls) == 7
-        ends.append(values(model.parameters()))
+        ends.append(values(run.params))
     torch.testing.assert_close(*ends, rtol=1e-4, atol=1e-6)
 
 

@@ -75,31 +75,57 @@ def most_launches(name):
     return 200 if name.startswith("Untuned") else 120
 
 
-class Training:
-    """A case of the table with its parameters, on a device or on the CPU."""
+class Run:
+    """Parameters on a device or on the CPU, and gradients that are given to them."""
 
-    def __init__(self, name, tensors, put):
-        make, self.dtype = CASES[name]
-        self.put, self.without_gradient = put, "one without gradient" in name
-        draw = torch.Generator().manual_seed(0)
-        shapes = SHAPES * (tensors // len(SHAPES))
-        start = [0.1 * torch.randn(shape, generator=draw) for shape in shapes]
-        self.params = [nn.Parameter(put(x.to(self.dtype))) for x in start]
-        self.opt, self.draw = make(self.params), torch.Generator().manual_seed(1)
+    def __init__(self, make, put, start):
+        self.params, self.put = [nn.Parameter(put(x)) for x in start], put
+        self.opt = make(self.params)
 
-    def evaluate(self):
-        for p in self.params:
-            p.grad = self.put(torch.randn(p.shape, generator=self.draw).to(self.dtype))
-        if self.without_gradient:
-            self.params[3].grad = None
+    def give(self, gradients, scale=1.0):
+        for p, g in zip(self.params, gradients):
+            p.grad = None if g is None else self.put(scale * g)
 
-    def steps(self, count):
-        for _ in range(count):
-            if isinstance(self.opt, PairedOptimizer):
-                halves(self.opt, self.evaluate)
-            else:
-                self.evaluate()
-                self.opt.step()
+    def step(self, first, second=None):
+        """Take a step, with one gradient or with both of a pair."""
+        self.give(first)
+        if second is None:
+            self.opt.step()
+            return
+        self.opt.move()
+        self.give(second)
+        self.opt.estimate()
+
+    def values(self):
+        return [value(p.detach()).clone() for p in self.params]
+
+    def everything(self):
+        """Without the count of skipped steps."""
+        state = {key: value(t).clone() for key, t in state_tensors(self.opt).items()}
+        return self.values(), {k: v for k, v in state.items() if k[1] not in ("skip", "skipped")}
+
+
+def training(name, tensors, put):
+    """Return a run of a case of the table, and a function that takes a step."""
+    make, dtype = CASES[name]
+    shapes = SHAPES * (tensors // len(SHAPES))
+    draw = torch.Generator().manual_seed(0)
+    run = Run(make, put, [(0.1 * torch.randn(s, generator=draw)).to(dtype) for s in shapes])
+
+    def evaluate():
+        gradients = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+        if "one without gradient" in name:
+            gradients[3] = None
+        run.give(gradients)
+
+    def step():
+        if isinstance(run.opt, PairedOptimizer):
+            halves(run.opt, evaluate)
+        else:
+            evaluate()
+            run.opt.step()
+
+    return run, step
 
 
 def device_for(name):
@@ -112,12 +138,12 @@ def device_for(name):
 def on_device(name, tensors=20):
     """Return parameters and diagnostics after three steps, and the counts of the last one."""
     with device_for(name) as device:
-        run = Training(name, tensors, device.put)
-        run.steps(2)
-        device.reset()
-        run.steps(1)
+        run, step = training(name, tensors, device.put)
+        for _ in range(3):
+            device.reset()
+            step()
         counts = device.counts
-        return [value(p.detach()) for p in run.params], run.opt.diagnostics(), counts
+        return run.values(), run.opt.diagnostics(), counts
 
 
 @each_case
@@ -141,11 +167,12 @@ def test_the_launches_do_not_depend_on_the_number_of_tensors(name):
 @each_case
 def test_a_step_equals_that_of_the_plain_path_on_the_cpu(name, monkeypatch):
     monkeypatch.setattr(native, "LIBRARY", None)
-    run = Training(name, 20, torch.clone)
-    run.steps(3)
-    expected = [p.detach() for p in run.params], run.opt.diagnostics()
+    run, step = training(name, 20, torch.clone)
+    for _ in range(3):
+        step()
     # Half precision may be rounded the other way.
     tolerance = 2**-7 if "float16" in name else 1e-6
+    expected = run.values(), run.opt.diagnostics()
     torch.testing.assert_close(on_device(name)[:2], expected, rtol=tolerance, atol=tolerance)
 
 
@@ -153,10 +180,12 @@ def test_a_step_equals_that_of_the_plain_path_on_the_cpu(name, monkeypatch):
 def test_state_keeps_its_addresses(name):
     """A captured CUDA graph writes to the same memory whenever it is replayed."""
     with device_for(name) as device:
-        run = Training(name, 4, device.put)
-        run.steps(2)
+        run, step = training(name, 4, device.put)
+        step()
+        step()
         before = state_tensors(run.opt)  # alive, so that their memory is not used for others
-        run.steps(2)
+        step()
+        step()
         after = state_tensors(run.opt)
         assert [k for k, t in after.items() if t.data_ptr() != before[k].data_ptr()] == []
 
@@ -172,52 +201,25 @@ def test_the_launches_are_bounded_on_resnet34(name):
 
 # -- gradients that are not finite ---------------------------------------------------------------
 
-GOOD = noise(7, 4, dtype=F32)  # gradients of a tensor of 3 elements and of one of 1
-NAN, INFINITE = GOOD[0].clone(), GOOD[0].clone()
-NAN[1], INFINITE[3] = math.nan, math.inf
-each_bad = pytest.mark.parametrize("bad", [NAN, INFINITE], ids=["nan", "inf"])
+GOOD = [row.split([3, 1]) for row in noise(7, 4, dtype=F32)]
+BAD = {
+    "nan": (torch.tensor([1.0, math.nan, 1.0]), torch.ones(1)),
+    "inf": (torch.ones(3), torch.tensor([math.inf])),
+}
+each_bad = pytest.mark.parametrize("bad", BAD.values(), ids=BAD)
 
 
-class Run:
-    """A small model, and gradients that are given to it."""
+def small(make, put):
+    return Run(make, put, [torch.tensor([0.1, 0.2, 0.3]), torch.ones(1)])
 
-    def __init__(self, make, put):
-        self.params = [nn.Parameter(put(torch.tensor(x))) for x in ([0.1, 0.2, 0.3], [1.0])]
-        self.opt, self.put = make(self.params), put
 
-    def give(self, gradient, scale=1.0):
-        for p, g in zip(self.params, gradient.split([3, 1])):
-            p.grad = self.put(scale * g)
-
-    def steps(self, *gradients):
-        for gradient in gradients:
-            self.give(gradient)
-            self.opt.step()
-
-    def scaled_step(self, gradient, *, scale, found_inf):
-        """As torch.amp.GradScaler.step does."""
-        self.give(gradient, scale)
-        self.opt.grad_scale = self.put(torch.tensor(scale))
-        self.opt.found_inf = self.put(torch.tensor(found_inf))
-        self.opt.step()
-        del self.opt.grad_scale, self.opt.found_inf
-
-    def first(self, gradient):
-        self.give(gradient)
-        self.opt.estimate()
-
-    def pair(self, first, second):
-        self.give(first)
-        self.opt.move()
-        self.first(second)
-
-    def values(self):
-        return [value(p.detach()).clone() for p in self.params]
-
-    def everything(self):
-        """Without the count of skipped steps."""
-        state = {key: value(t).clone() for key, t in state_tensors(self.opt).items()}
-        return self.values(), {k: v for k, v in state.items() if k[1] not in ("skip", "skipped")}
+def begun(put):
+    """Return a run of StormPlus after its first sample and one pair."""
+    run = small(StormPlus, put)
+    run.give(GOOD[0])
+    run.opt.estimate()
+    run.step(*GOOD[1:3])
+    return run
 
 
 @pytest.fixture
@@ -229,121 +231,110 @@ def device():
 @each_bad
 @pytest.mark.parametrize("before", [0, 2])
 def test_untuned_skips_a_gradient_that_is_not_finite_and_raises_a_step_later(device, bad, before):
-    run, expected = Run(Untuned, device.put), Run(Untuned, device.put)
-    run.steps(*GOOD[:before])
+    run, expected = small(Untuned, device.put), small(Untuned, device.put)
+    for gradient in GOOD[:before]:
+        run.step(gradient)
     state = run.everything()
-    run.steps(bad)
+    run.step(bad)
     if before:
         assert_same(run.everything(), state)
     with pytest.raises(FloatingPointError):
-        run.steps(GOOD[2])
-    run.steps(*GOOD[2:])
-    expected.steps(*GOOD[:before], *GOOD[2:])
+        run.step(GOOD[2])
+    for gradient in GOOD[2:]:
+        run.step(gradient)
+    for gradient in [*GOOD[:before], *GOOD[2:]]:
+        expected.step(gradient)
     assert_same(run.everything(), expected.everything())
 
 
 @each_bad
 def test_a_pair_is_skipped_if_its_first_gradient_is_not_finite(device, bad):
-    run, expected = Run(StormPlus, device.put), Run(StormPlus, device.put)
-    for each in (run, expected):
-        each.first(GOOD[0])
-        each.pair(*GOOD[1:3])
+    run, expected = begun(device.put), begun(device.put)
     state = run.everything()
-    run.pair(bad, bad)
+    run.step(bad, bad)
     assert_same(run.everything(), state)
     with pytest.raises(FloatingPointError):
-        run.pair(*GOOD[3:5])
+        run.step(*GOOD[3:5])
     for each in (run, expected):
-        each.pair(*GOOD[3:5])
+        each.step(*GOOD[3:5])
     assert_same(run.everything(), expected.everything())
 
 
 @each_bad
 def test_a_second_gradient_that_is_not_finite_raises_late_and_restarts(device, bad):
-    run, expected = Run(StormPlus, device.put), Run(StormPlus, torch.clone)
-    for each in (run, expected):
-        each.first(GOOD[0])
-        each.pair(*GOOD[1:3])
-    run.pair(GOOD[3], bad)
-    run.give(GOOD[4])
-    with pytest.raises(FloatingPointError):
-        run.opt.move()
+    run, expected = begun(device.put), begun(torch.clone)
+    run.step(GOOD[3], bad)
     before = run.values()
-    run.opt.move()
+    with pytest.raises(FloatingPointError):
+        run.step(*GOOD[4:6])
+    run.step(*GOOD[4:6])
     assert_same(run.values(), before)
-    run.first(GOOD[5])
-    estimators = [value(run.opt.state[p]["estimator"]) for p in run.params]
-    assert torch.equal(torch.cat(estimators), GOOD[5])
+    assert_same([value(run.opt.state[p]["estimator"]) for p in run.params], list(GOOD[5]))
     expected.give(GOOD[3])
     expected.opt.move()
     expected.opt.restart()
-    expected.first(GOOD[5])
+    expected.give(GOOD[5])
+    expected.opt.estimate()
     for each in (run, expected):
-        each.pair(*GOOD[5:7])
+        each.step(*GOOD[5:7])
     torch.testing.assert_close(run.values(), expected.values())
 
 
 def test_a_first_sample_that_is_not_finite_moves_nothing(device):
-    run = Run(StormPlus, device.put)
-    run.first(NAN)
+    run = small(StormPlus, device.put)
     before = run.values()
+    run.give(BAD["nan"])
+    run.opt.estimate()
     with pytest.raises(FloatingPointError):
-        run.pair(*GOOD[:2])
-    run.pair(*GOOD[:2])
+        run.step(*GOOD[:2])
+    run.step(*GOOD[:2])
     assert_same(run.values(), before)
 
 
-# -- GradScaler's protocol -----------------------------------------------------------------------
+def scaled_step(run, gradient, found_inf):
+    """Take a step as torch.amp.GradScaler does."""
+    run.give(gradient, scale=1024.0)
+    run.opt.grad_scale = run.put(torch.tensor(1024.0))
+    run.opt.found_inf = run.put(torch.tensor(found_inf))
+    run.opt.step()
+    del run.opt.grad_scale, run.opt.found_inf
 
 
-def test_a_scaled_step_equals_an_unscaled_one(device):
-    run, expected = Run(Untuned, device.put), Run(Untuned, device.put)
-    for gradient in GOOD:
-        run.scaled_step(gradient, scale=1024.0, found_inf=0.0)
-        expected.steps(gradient)
-    assert_same(run.values(), expected.values())
-
-
-@pytest.mark.parametrize("found_inf", [0.0, 1.0])
-def test_a_scaled_step_does_not_wait_for_the_device(device, found_inf):
-    run = Run(Untuned, device.put)
-    run.steps(*GOOD[:2])
+@pytest.mark.parametrize("overflow", [False, True])
+def test_a_step_with_a_gradscaler_equals_one_without_and_does_not_wait(device, overflow):
+    run, expected = small(Untuned, device.put), small(Untuned, device.put)
+    for gradient in GOOD[:3]:
+        scaled_step(run, gradient, found_inf=0.0)
+        expected.step(gradient)
     device.reset()
-    run.scaled_step(GOOD[2], scale=2.0, found_inf=found_inf)
+    scaled_step(run, BAD["inf"] if overflow else GOOD[3], found_inf=float(overflow))
     assert (device.counts.syncs, device.counts.h2d) == (0, 0)
-
-
-@pytest.mark.parametrize("with_scaler", [True, False])
-def test_an_overflow_that_the_scaler_has_found_changes_nothing_and_is_no_error(device, with_scaler):
-    run = Run(Untuned, device.put)
-    run.steps(*GOOD[:2])
-    before = run.everything()
-    run.scaled_step(INFINITE, scale=1024.0, found_inf=1.0)
-    assert_same(run.everything(), before)
-    if with_scaler:
-        run.scaled_step(GOOD[0], scale=1024.0, found_inf=0.0)
-    else:
-        run.steps(GOOD[0])
-    assert run.opt.grad_evaluations == 3
+    if not overflow:
+        expected.step(GOOD[3])
+    assert_same(run.everything(), expected.everything())
+    scaled_step(run, GOOD[4], found_inf=0.0)  # without an error
+    run.step(GOOD[5])
+    assert run.opt.grad_evaluations == (5 if overflow else 6)
 
 
 def test_a_parameter_that_is_not_finite_is_an_error_with_a_scaler_too(device):
-    run = Run(Untuned, device.put)
-    run.steps(*GOOD[:2])
+    run = small(Untuned, device.put)
+    for gradient in GOOD[:2]:
+        run.step(gradient)
     with torch.no_grad():
         run.params[0].mul_(math.nan)
     for gradient in GOOD[2:4]:  # the first one measures, the second one is skipped
-        run.scaled_step(gradient, scale=2.0, found_inf=0.0)
+        scaled_step(run, gradient, found_inf=0.0)
     with pytest.raises(FloatingPointError, match="parameter"):
-        run.scaled_step(GOOD[4], scale=2.0, found_inf=0.0)
+        scaled_step(run, GOOD[4], found_inf=0.0)
 
 
 def test_errors_after_a_reset_are_raised_as_before(device):
-    run = Run(Untuned, device.put)
+    run = small(Untuned, device.put)
     for _ in range(2):
-        run.steps(NAN)
+        run.step(BAD["nan"])
         with pytest.raises(FloatingPointError):
-            run.steps(GOOD[0])
+            run.step(GOOD[0])
         run.opt.reset()
 
 
@@ -351,11 +342,11 @@ def test_errors_after_a_reset_are_raised_as_before(device):
 @pytest.mark.parametrize("on_cpu", [0, 1])
 def test_some_parameters_may_stay_on_the_cpu(device, make, on_cpu):
     def run(*places):
-        start = torch.tensor([0.1, 0.2, 0.3]), torch.tensor([1.0])
+        start = torch.tensor([0.1, 0.2, 0.3]), torch.ones(1)
         params = [nn.Parameter(put(x)) for put, x in zip(places, start)]
         opt = make(params)
         for gradient in GOOD[:4]:
-            for p, put, g in zip(params, places, gradient.split([3, 1])):
+            for p, put, g in zip(params, places, gradient):
                 p.grad = put(g)
             if make is Untuned:
                 opt.step()

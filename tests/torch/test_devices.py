@@ -1,39 +1,23 @@
-"""The same run on an accelerator. These tests skip where there is none."""
+"""Runs on an accelerator; skipped where there is none.
+
+`python -m stormplus.doctor --device` compares whole runs with those on the CPU.
+"""
 
 import pytest
 import torch
 from torch import nn
 
 from stormplus import StormPlus
-from tests.support.problems_for_tests import Network
-from tests.torch.optimizers import PATHS, on
+from tests.torch.optimizers import on
 
-CUDA, MPS = torch.cuda.is_available(), torch.backends.mps.is_available()
+FOUND = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
 devices = pytest.mark.parametrize(
     "device",
     [
-        pytest.param("cuda", marks=pytest.mark.skipif(not CUDA, reason="no CUDA")),
-        pytest.param("mps", marks=pytest.mark.skipif(not MPS, reason="no MPS")),
+        pytest.param(name, marks=pytest.mark.skipif(not found, reason=f"no {name}"))
+        for name, found in FOUND.items()
     ],
 )
-
-
-def run(device, **options):
-    problem = Network(samples=30)
-    params = [nn.Parameter(p.detach().float().to(device)) for p in problem.parameters()]
-    opt = StormPlus(params, lr=0.3, **options)
-    for u, y in problem.samples:
-        xi = [torch.as_tensor(part, dtype=torch.float32, device=device) for part in (u, y)]
-        opt.step(problem.closure(opt, params, xi))
-    return params, opt.diagnostics()["sum_g_sq"]
-
-
-@pytest.mark.parametrize("path", PATHS)
-@devices
-def test_equals_the_cpu(device, path):
-    (here, a), (there, b) = run("cpu"), run(device, **PATHS[path])
-    torch.testing.assert_close([p.cpu() for p in there], here, rtol=1e-4, atol=1e-5)
-    assert b == pytest.approx(a, rel=1e-4)
 
 
 @devices

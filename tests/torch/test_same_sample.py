@@ -198,11 +198,11 @@ class Dropper:
         return self
 
 
-either_way = pytest.mark.parametrize("way", ["step", "halves"])
+EITHER_WAY = ["step", "halves"]
 
 
 @pytest.mark.parametrize("replay", [True, False, []], ids=str)
-@either_way
+@pytest.mark.parametrize("way", EITHER_WAY)
 def test_the_stream_is_replayed_and_goes_on_from_the_second_evaluation(replay, way):
     torch.manual_seed(0)
     found = [*Dropper(replay_rng=replay).take(2, way).drawn, draw()]
@@ -292,17 +292,8 @@ def at_once(*runs):
         result.result(timeout=30)
 
 
-@either_way
-def test_pairs_in_two_threads_have_their_own_random_numbers(way):
-    runs = [Dropper(), Dropper()]
-    at_once(*(partial(run.take, 25, way) for run in runs))
-    pairs = [pair for run in runs for pair in run.pairs()]
-    assert all(first == second for first, second in pairs)
-    assert len(set(pairs)) == len(pairs)  # no two pairs the same
-
-
-def test_a_thread_that_draws_under_the_lock_beside_pairs_sees_no_number_twice():
-    run, draws, done = Dropper(), [], threading.Event()
+def test_pairs_in_two_threads_and_draws_under_the_lock_see_no_number_twice():
+    runs, draws, done = [Dropper(), Dropper()], [], threading.Event()
 
     def draw_others():
         while not done.is_set():
@@ -313,25 +304,24 @@ def test_a_thread_that_draws_under_the_lock_beside_pairs_sees_no_number_twice():
     def train():
         try:
             for _ in range(10_000):
-                run.take(25)
+                at_once(*(partial(run.take, 25, way) for run, way in zip(runs, EITHER_WAY)))
                 if len(draws) > 20:  # the other thread has had its turns
                     break
-            verify_closure(run.opt, run)
+            verify_closure(runs[0].opt, runs[0])
         finally:
             done.set()
 
     at_once(train, draw_others)
-    assert all(first == second for first, second in run.pairs())
+    pairs = [pair for run in runs for pair in run.pairs()]
+    assert all(first == second for first, second in pairs)
     # In single precision numbers of a stream come twice by chance once in 2^24 pairs.
+    assert len(set(pairs)) == len(pairs)
     assert len(draws) == len(set(draws)) > 10
 
 
-def test_no_lock_without_a_replay():
+def test_the_lock_is_let_go_whatever_happens_and_not_taken_without_a_replay():
     with pair_lock():
-        at_once(*(partial(Dropper(replay_rng=False).take, 3, way) for way in ("step", "halves")))
-
-
-def test_the_lock_is_let_go_whatever_happens():
+        at_once(*(partial(Dropper(replay_rng=False).take, 3, way) for way in EITHER_WAY))
     lost = Dropper().lose_a_pair()
     with pytest.raises(ZeroDivisionError):
         Dropper(fail_at=1).take(1)

@@ -86,15 +86,16 @@ def test_a_step_inside_an_autocast_region_sees_the_new_weights(take):
 @pytest.mark.parametrize(
     ("overflow", "skip", "scale"),
     [
+        ((), (), 1.0),  # a disabled scaler
         ((), (), 2.0**10),  # the scale is a power of two: unscaled gradients are exact
         ([(5, 0)], [5], 2.0**9),  # the sample is dropped before anything has moved
         ([(0, 0)], [0], 2.0**9),
         ([(5, 1), (5, 2), (7, 1)], (), 2.0**7),  # the move is kept, and it is tried again
     ],
-    ids=["none", "first", "very first", "second"],
+    ids=["disabled", "none", "first", "very first", "second"],
 )
 def test_overflow_costs_a_sample_or_an_evaluation_and_nothing_else(overflow, skip, scale):
-    run, expected = Run(overflow).scaled(), Run().plain(skip)
+    run, expected = Run(overflow, enabled=scale > 1).scaled(), Run().plain(skip)
     assert_same(run, expected)
     assert run.opt.diagnostics() == expected.opt.diagnostics()
     assert run.scaler.get_scale() == scale
@@ -137,10 +138,6 @@ def test_a_scale_that_has_run_out_is_not_taken_for_finite():
     run.step(1)
     assert run.opt.diagnostics()["step"] == 1
     assert all(torch.isfinite(p).all() for p in run.model.parameters())
-
-
-def test_a_disabled_scaler_is_the_plain_step():
-    assert_same(Run(enabled=False).scaled(), Run().plain())
 
 
 def test_the_scalers_own_step_says_what_to_do_instead():

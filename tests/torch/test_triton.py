@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 import torch
-from kernel_cases import F16, F32, F64, Kind, group_of
 
 from stormplus.torch.kernels import triton
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus_bench.simulated_device import SimulatedDevice, on_device, value
+from tests.support.kernel_cases import F16, F32, F64, Kind, group_of
 
 pytestmark = [
     pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="needs triton"),

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from kernel_cases import BF16, F16, F32, Kind, group_of
 
 from stormplus.torch.kernels import triton
 from stormplus.torch.kernels.plain import UntunedCoefficients
+from tests.support.kernel_cases import BF16, F16, F32, Kind, group_of
 
 pytestmark = [
     pytest.mark.long,
@@ -100,13 +100,13 @@ def test_kernels_compile(name, tmp_path):
     linker = tmp_path / "ld.lld"  # copies: Triton 3.0 has none for AMD
     linker.write_text('#!/bin/sh\n[ "$1" = --version ] || cp "$4" "$6"\n')
     linker.chmod(0o755)
-    support = str(Path(__file__).parents[1] / "support")
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment["TRITON_HIP_LLD_PATH"] = str(linker)
-    environment["PYTHONPATH"] = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
     environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, __file__, name]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    command, root = [sys.executable, "-m", __spec__.name, name], Path(__file__).parents[2]
+    run = subprocess.run(
+        command, cwd=root, env=environment, capture_output=True, text=True, check=False
+    )
     assert run.returncode == 0, run.stderr
     seen = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(seen) == 11 * len(DTYPES)
