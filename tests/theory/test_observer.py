@@ -131,26 +131,14 @@ def test_errors_say_what_to_do():
             Observer().attach(other)
 
 
-def test_the_table_in_three_formats():
+def test_a_table_has_all_digits_in_csv_and_blanks_where_there_is_no_pair():
     observer = observed(11, every=5)
     read = list(csv.DictReader(observer.table("csv").splitlines()))
     assert [float(row["gain"]) for row in read] == column(observer, "gain").tolist()
-    assert read[0]["drift_sq"] == ""  # the first sample has no pair
-    observer.rows = [{"step": 1.0, "grad_norm": 2 / 3}]
-    assert observer.table() == "| step | grad_norm |\n| --- | --- |\n| 1 | 0.6667 |\n"
-    assert observer.table("latex", ["grad_norm"]) == (
-        "\\begin{tabular}{r}\ngrad\\_norm \\\\\n0.6667 \\\\\n\\end{tabular}\n"
-    )
+    assert read[0]["drift_sq"] == ""
+    assert "\ngrad\\_norm \\\\\n" in observer.table("latex", ["grad_norm"])
     with pytest.raises(ValueError, match="style must be 'csv', 'markdown' or 'latex', got 'html'"):
         observer.table("html")
-
-
-@pytest.mark.parametrize(("full_grad", "errors"), [(None, 2), (PROBLEM.full_grad, 4)])
-def test_the_plot_has_gain_norms_and_errors(full_grad, errors, tmp_path):
-    pytest.importorskip("matplotlib")
-    figure = observed(50, full_grad=full_grad).plot()
-    assert [len(axis.lines) for axis in figure.axes] == [2, 2, errors]
-    figure.savefig(tmp_path / "run.png")
 
 
 # Torch.

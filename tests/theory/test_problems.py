@@ -112,17 +112,6 @@ def test_bounded_constants_are_attained(profile):
     assert bend == pytest.approx(known.smoothness, rel=tight)
 
 
-def test_bounded_works_on_arrays_of_iterates_and_of_sigmas():
-    sigmas, rng = np.array([0.0, 0.5])[:, None], np.random.default_rng(0)
-    many = problems.BoundedNonConvex(4, sigmas)
-    x = rng.standard_normal((2, 3, 4))
-    xi = 2.0 * rng.integers(2, size=(2, 3, 4)) - 1
-    for i, k in np.ndindex(2, 3):
-        one, own = problems.BoundedNonConvex(4, 0.5 * i), xi[:, k]
-        np.testing.assert_allclose(many.grad(x, xi)[i, k], one.grad(x[i, k], own))
-        assert many.value(x, xi)[i, k] == pytest.approx(one.value(x[i, k], own))
-
-
 # Planted solutions are found again.
 
 

@@ -46,17 +46,6 @@ def test_each_is_charged_what_its_paper_says(charged):
     assert len(later) % 3 == 0
 
 
-@pytest.mark.parametrize(("n", "least"), [(10, 0.1), (569, 0.2235), (100_000, 0.1)])
-def test_the_constants_of_svrg_are_admissible(n, least):
-    """Reddi et al. 2016, Theorem 2: Gamma_t > 0 for eta = mu / (L n^(2/3)), beta = L / n^(1/3)."""
-    mu, c, gammas = 0.25, 0.0, []  # L = 1
-    eta, beta = mu / n ** (2 / 3), n ** (-1 / 3)
-    for _ in range(int(n / (3 * mu))):
-        gammas.append(eta - c * eta / beta - eta**2 - 2 * c * eta**2)
-        c = c * (1 + eta * beta + 2 * eta**2) + eta**2
-    assert min(gammas) * n ** (2 / 3) > least
-
-
 @pytest.mark.parametrize(
     ("method", "theory"),
     # Times 1 / L: SVRG's mu, SCSG's gamma, SPIDER's 1 / (2 n_0); hybrid SARAH has a horizon of
