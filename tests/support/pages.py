@@ -14,12 +14,11 @@ def blocks_of(page):
 
 
 def run_page(page, together=True):
-    """Run the Python blocks of a page in order; return the last namespace."""
+    """Run the Python blocks of a page in order, together in one namespace or each in its own."""
     namespace = {}
     for block in blocks_of(page):
         namespace = namespace if together and namespace else {"__name__": "__main__"}
         exec(compile(block, page.name, "exec"), namespace)
-    return namespace
 
 
 def run_example(name, *args, data=None):
