@@ -26,7 +26,6 @@ from trainer_cases import (
     BATCHES,
     ROWS,
     SAMPLES,
-    Run,
     assert_at_average,
     assert_same_states,
     data,
@@ -165,23 +164,6 @@ def test_early_stopping_restores_an_average():
     )
     run = fit(None, Rises(), stop, kind=Untuned)
     assert_at_average(snapshot(run.net), untuned_run(dtype=torch.float32), BATCHES)
-
-
-@pytest.mark.parametrize("way", ["predict", "predict_on_batch", "test_on_batch", "evaluate"])
-def test_evaluating_in_the_middle_of_an_epoch_shows_the_average_and_changes_nothing(way):
-    x, y = BATCH_LIST[0]
-    seen, run, plain = [], Run(), untuned_run(epochs=1, dtype=torch.float32)
-
-    class Evaluates(keras.callbacks.Callback):
-        def on_train_batch_end(self, batch, logs=None):
-            args = (x, y) if way in ("evaluate", "test_on_batch") else (x,)
-            quiet = {} if way.endswith("batch") else {"verbose": 0}
-            getattr(self.model, way)(*args, **quiet)
-            seen.append(snapshot(run.net))
-
-    fit(None, Evaluates(), kind=Untuned, epochs=1, run=run)
-    assert_same_states(run.states, plain.states)
-    assert_at_average(seen[-1], plain, BATCHES)
 
 
 def test_recalibrate_says_what_to_do_with_keras_layers():

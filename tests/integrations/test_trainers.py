@@ -201,6 +201,20 @@ def test_running_statistics_are_recomputed_over_the_last_batches(name, dtype, tm
             torch.testing.assert_close(state[key], net.state_dict()[key])
 
 
+@trainers("keras", "skorch")
+def test_evaluating_in_the_middle_of_an_epoch_shows_the_average(name, dtype, tmp_path):
+    run, plain, seen = Run(), untuned_run(epochs=1, dtype=dtype), []
+
+    def evaluates(net):
+        adapter(name).evaluate(run)
+        seen.append(snapshot(net))
+
+    fit(name, tmp_path, kind=Untuned, epochs=1, after=evaluates, run=run)
+    assert_same_runs(run, plain)
+    for step, state in enumerate(seen[2:], start=3):  # before, iterate and average are close
+        assert_at_average(state, plain, step)
+
+
 def test_weights_that_are_loaded_while_the_model_is_frozen_are_kept():
     net = torch.nn.Linear(3, 1)
     opt = Untuned(net.parameters())

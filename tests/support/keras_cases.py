@@ -84,17 +84,18 @@ def compiled(model, *args, **options):
     return model
 
 
-def fitted(model, *callbacks, first=0, epochs=EPOCHS, s=None, run=None, **options):
+def fitted(model, *callbacks, first=0, epochs=EPOCHS, s=None, **options):
     if not model.compiled:
         compiled(model, **options)
-    s = s or Settings(run=run or Run())
+    s = s or Settings(run=Run())
+    s.run.trainer, s.run.settings = model, s
     x, y = (part.numpy() for part in data(dtype=torch.float32))
     held_out = {"validation_data": (x[:ROWS], y[:ROWS]), "validation_batch_size": ROWS}
     model.fit(
         x, y, batch_size=ROWS, epochs=epochs, shuffle=False, verbose=0,
         callbacks=[Recorder(s, first), *callbacks], **held_out if s.watch else {},
     )  # fmt: skip
-    s.run.opt, s.run.trainer, s.run.settings = model.optimizer.torch_optimizer, model, s
+    s.run.opt = model.optimizer.torch_optimizer
     return s.run
 
 
@@ -123,16 +124,28 @@ def again(run):
     fitted(run.trainer, first=len(run.states), s=run.settings)
 
 
-def keras_network(dropout=0.3, kind=Model, dtype="float32", seed=0, seeded=True):
-    keras.utils.set_random_seed(seed)
+def evaluate(run):
+    """Evaluate in one of Keras's ways, another one after each step."""
+    x, y = data(1, torch.float32)
+    ways = [
+        lambda model: model.predict(x, verbose=0),
+        lambda model: model.predict_on_batch(x),
+        lambda model: model.test_on_batch(x, y),
+        lambda model: model.evaluate(x, y, verbose=0),
+    ]
+    ways[len(run.states) % len(ways)](run.trainer)
+
+
+def keras_network(dtype="float32", seeded=True):
+    keras.utils.set_random_seed(0)
     x = keras.Input((FEATURES,))
     h = keras.layers.Dense(8, dtype=dtype)(x)
     h = keras.layers.BatchNormalization(momentum=0.75, dtype=dtype)(h)
     h = keras.layers.Activation("tanh", dtype=dtype)(h)
-    h = keras.layers.Dropout(dropout, dtype=dtype)(h)  # from torch's random stream
+    h = keras.layers.Dropout(0.3, dtype=dtype)(h)  # from torch's random stream
     if seeded:
-        h = keras.layers.Dropout(dropout, seed=1, dtype=dtype)(h)  # from a seed generator
-    return kind(x, keras.layers.Dense(1, dtype=dtype)(h))
+        h = keras.layers.Dropout(0.3, seed=1, dtype=dtype)(h)  # from a seed generator
+    return Model(x, keras.layers.Dense(1, dtype=dtype)(h))
 
 
 def plain_keras(model):

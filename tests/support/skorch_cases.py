@@ -105,3 +105,7 @@ def train(s):
 
 def again(run):
     run.trainer.partial_fit(*data())
+
+
+def evaluate(run):
+    run.trainer.predict(data(1)[0])
