@@ -1,4 +1,4 @@
-"""The scalar formulas of Untuned: by hand, at the edges, and with NumPy, torch and JAX arrays."""
+"""The scalar formulas of Untuned at the edges; the tests of torch and JAX compare all numbers."""
 
 import math
 
@@ -71,15 +71,6 @@ def library(request):
     jax.config.update("jax_enable_x64", False)
 
 
-def test_scales_by_hand(library):
-    assert [rule.natural_scale(inputs) for inputs in (0, 1, 4, 25)] == [1, 1, 1 / 2, 1 / 5]
-    start, natural = library.array([3, 0, 0.5, 1e-20, 1e20]), library.array([0.5] * 5)
-    ceiling = library.call(rule.distance_ceiling, start, natural)
-    assert ceiling.tolist() == [3, 0.5, 0.5, 0.5, 1e20]  # the larger of both
-    found = rule.initial_distance(library.array([3.0, 0.0, 2e20]))  # a two-hundredth
-    np.testing.assert_allclose(np.asarray(found), [0.015, 0, 1e18], rtol=1e-15)
-
-
 @settings(max_examples=200, deadline=None)
 @given(st.integers(0, 10**8))
 def test_the_sample_stride_is_coprime_to_the_size_and_the_sample_small(size):
@@ -88,34 +79,6 @@ def test_the_sample_stride_is_coprime_to_the_size_and_the_sample_small(size):
     assert math.gcd(stride, size) == 1 or size == 0
     # The worst is 60060 = 2 * 2 * 3 * 5 * 7 * 11 * 13: no number from 14 down to 2 will do.
     assert min(size, 4096) <= -(-size // stride) <= 60060
-
-
-def test_the_step_size_by_hand(library):
-    # 3 / sqrt(1 + 8) = 1; the first step has nothing before it; a sixtieth of 12 is 0.2, and with
-    # evidence of 2 three times that
-    state = library.scalars(
-        distance=[3, 0.01, 3, 3, 3],
-        effective_steps=[8, 0, 8, 8, 8],
-        ceiling=[100, 1, 12, 12, 12],
-        evidence=[0, 0, 0, 2, 1e9],
-    )
-    found = library.call(rule.next_step_size, state)
-    np.testing.assert_allclose(found, [1, 0.01, 0.2, 0.6, 1], rtol=1e-15)
-
-
-def test_the_weights_by_hand():
-    assert [rule.grad_weight(t) for t in (1, 4, 28)] == [1, 0.5, 0.1]  # 3 / (t + 2)
-    assert [rule.average_weight(t) for t in (1, 10, 82)] == [1, 0.5, 0.1]  # 9 / (t + 8)
-
-
-def test_the_decay_by_hand(library):
-    # 0.1 * 0.02 at the natural scale; a tensor four times as large takes steps four times as large,
-    # and decays at the same rate; and never by more than all of it
-    rates, alpha = [0.1, 0.1, 1e9, 0, 1e30], [0.02, 0.08, 0.02, 0.02, 1]
-    ceiling = [0.5, 2, 0.5, 0.5, 1e-20]
-    arrays = map(library.array, (rates, alpha, [0.5] * 5, ceiling))
-    found = library.call(rule.decay_fraction, *arrays)
-    np.testing.assert_allclose(found, [0.002, 0.002, 1, 0, 1], rtol=1e-15)
 
 
 @pytest.mark.parametrize(
@@ -155,57 +118,17 @@ def test_noise_is_no_evidence_and_a_direction_is():
         assert low <= found[-1] <= high
 
 
-def test_after_a_step_by_hand(library):
-    """Two tensors of scale 2 and 4, whose agreement is 8 and 3: the least counts for both."""
-    before = {"step": 2, "ceiling": [2, 4], "distance": [0.5, 1], "effective_steps": 2.5}
-    found = library.after(
-        before=before | {"walk": [0.03, 0.06], "evidence": 1.0},
-        step_size=[0.1, 0.2],
-        alpha=[0.2, 0.8],
-        mean_square=[0.5, 4.0],
-        # walk + (alpha / R)^2 mean_square = 0.03 + 0.01 * 0.5, 0.06 + 0.04 * 4
-        displacement=[2 * math.sqrt(9 * 0.035), 4 * math.sqrt(4 * 0.22)],
-    )
-    assert found.step.tolist() == [3, 3]
-    assert found.step_size.tolist() == [0.1, 0.2]
-    assert found.ceiling.tolist() == [2, 4]
-    np.testing.assert_allclose(found.walk, [0.035, 0.22], rtol=1e-14)
-    # The displacement times 2^2, the largest factor, but no more than R sqrt(1 + 3).
-    np.testing.assert_allclose(found.distance, [4, 8], rtol=1e-14)
-    np.testing.assert_allclose(found.effective_steps, [3, 3.5], rtol=1e-14)  # one at most
-    np.testing.assert_allclose(found.evidence, [1 + 0.5 * 9, 1 + 9], rtol=1e-12)
-
-
-def test_the_distance_grows_faster_while_the_steps_agree(library):
-    """The ratios are 0.5, 1, 1.5, 2 and 3; the factor is their square, from 1 to 4."""
-    ratio = np.array([0.5, 1, 1.5, 2, 3])
-    before = {"ceiling": 100.0, "walk": 1e-4}  # a random walk has come 1 far
-    found = library.after(before=before, mean_square=0.0, displacement=np.sqrt(ratio))
-    expected = np.maximum(0.005, np.sqrt(ratio) * [1, 1, 2.25, 4, 4])
-    np.testing.assert_allclose(found.distance, expected, rtol=1e-13)
+def test_weight_decay_removes_at_most_all_of_a_tensor(library):
+    rates, alpha = library.array([1e9, 1e30, 0]), library.array([0.02, 1, 0.02])
+    natural, ceiling = library.array([0.5] * 3), library.array([0.5, 1e-20, 0.5])
+    found = library.call(rule.decay_fraction, rates, alpha, natural, ceiling)
+    assert found.tolist() == [1, 1, 0]
 
 
 def test_weight_decay_alone_does_not_raise_the_distance_to_the_ceiling(library):
     """Without a gradient there is no random walk, so that the ratio is huge: four times at most."""
     found = library.after(alpha=0.005, mean_square=0.0, displacement=0.01)
     np.testing.assert_allclose(found.distance, 0.04, rtol=1e-14)
-
-
-def test_steps_that_agree_raise_the_ceiling(library):
-    """The squares are 16 and 2 times R^2, the walk's 0.5: the least agreement, 4 - 1, counts."""
-    before = {"ceiling": 2.0, "walk": 0.5}
-    found = library.after(before=before, mean_square=0.0, displacement=[8.0, math.sqrt(8)])
-    np.testing.assert_allclose(found.distance, 2 * math.sqrt(1 + 3), rtol=1e-14)
-
-
-def test_distances_and_effective_steps_are_bounded(library):
-    """The distance is the largest so far below the ceiling; a step counts for at most 1."""
-    before = {"distance": [0.1, 0.1, 0.1, 2.0, 0.1, 0.1], "ceiling": 2.0, "walk": 1e30}
-    squares = [0, 1e-20, 0.25, 1, 7, 1e20]
-    displacement = [0.05, 0.7, 9.0, 2.0, 1e20, 0.1]
-    found = library.after(before=before, displacement=displacement, mean_square=squares)
-    assert found.distance.tolist() == [0.1, 0.7, 2.0, 2.0, 2.0, 0.1]
-    assert found.effective_steps.tolist() == [0, 1e-20, 0.25, 1, 1, 1]
 
 
 def test_float32_counts_more_steps_than_it_can_represent(library):
