@@ -36,8 +36,13 @@ def run(rule, squares):
     sums, out = Sums(), []
     for t, (g_sq, d_sq) in enumerate(squares, start=1):
         sums, a, eta = rule(sums, g_sq, d_sq, t)
-        out.append((a, eta))
-    return sums, *zip(*out)
+        out.append((float(a), float(eta)))
+    return zip(*out)
+
+
+def torch_number(value):
+    torch = pytest.importorskip("torch")
+    return torch.tensor(value, dtype=torch.float64)
 
 
 @pytest.mark.parametrize(
@@ -79,8 +84,9 @@ def run(rule, squares):
     ],
     ids=lambda value: type(value).__name__ if callable(value) else "",
 )  # fmt: skip
-def test_rules_by_hand(rule, squares, gains, steps):
-    _, found_gains, found_steps = run(rule, squares)
+@pytest.mark.parametrize("number", [float, np.float64, torch_number])
+def test_rules_by_hand(rule, squares, gains, steps, number):
+    found_gains, found_steps = run(rule, [(number(g), number(d)) for g, d in squares])
     assert found_gains == pytest.approx(gains, rel=1e-12)
     assert found_steps == pytest.approx(steps, rel=1e-12)
 
@@ -89,7 +95,7 @@ def test_rules_by_hand(rule, squares, gains, steps):
 @settings(max_examples=50, deadline=None)
 @given(norms=st.lists(st.tuples(NORMS, NORMS), min_size=1, max_size=20))
 def test_gain_and_step_size_are_positive_and_never_grow(rule, norms):
-    _, gains, steps = run(rule, [(g * g, d * d) for g, d in [(0.0, 0.0), *norms]])
+    gains, steps = run(rule, [(g * g, d * d) for g, d in [(0.0, 0.0), *norms]])
     assert all(0 < a <= 1 for a in gains)
     assert all(0 < eta < math.inf for eta in steps)
     slack = 1 + 1e-15  # one rounding of the power
