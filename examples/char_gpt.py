@@ -3,7 +3,7 @@
     python examples/char_gpt.py [--evaluations N] [--lr LR] [--unit first]
 
 Reads `$STORMPLUS_DATA/tinyshakespeare/input.txt`; without it, twelve lines of Shakespeare
-inside this file, which a model of this size memorises (the output says so). Both optimizers
+inside this file, which a model of this size memorizes (the output says so). Both optimizers
 start from the same weights, see batches of one stream, and take the same number of gradient
 evaluations; STORM+ takes two per step. Prints validation losses, then a few lines that each
 model wrote. On a transformer AdamW is far ahead: it has a scale for every weight, STORM+ one

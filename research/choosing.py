@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from common import COLOURS, DOCS, WIDTH, load, parser, save, versions
+from common import COLORS, DOCS, WIDTH, load, parser, save, versions
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
@@ -130,8 +130,8 @@ def draw(numbers: dict[str, Any]) -> None:
         for axis, unit in zip(row, UNITS):
             for name, marker in zip(RULES, "o^D"):
                 losses = list(table[f"{name}, unit {unit}"].values())
-                axis.loglog(RATES, losses, f"{marker}-", color=COLOURS[name], label=name)
-            adam = COLOURS["Adam"]
+                axis.loglog(RATES, losses, f"{marker}-", color=COLORS[name], label=name)
+            adam = COLORS["Adam"]
             axis.axhline(best, color=adam, linestyle=":", label="Adam, best of its grid")
             axis.set_title(f"{title}, unit={unit!r}", fontsize=9)
             axis.set_ylim(best / 2, 30)

@@ -1,4 +1,4 @@
-"""What the research scripts share: arguments, paths, versions, colours, and JSON files."""
+"""What the research scripts share: arguments, paths, versions, colors, and JSON files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 DOCS = Path(__file__).parents[1] / "docs"
 WIDTH = 7.6  # inches: a column of text
-COLOURS = {
+COLORS = {
     "STORM+": "#d9480f",
     "simplified STORM+": "#e8308a",
     "STORM": "#7048e8",

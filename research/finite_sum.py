@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from common import COLOURS, DOCS, WIDTH, parser, save, versions
+from common import COLORS, DOCS, WIDTH, parser, save, versions
 from matplotlib.figure import Figure
 
 from stormplus import minimize
@@ -99,7 +99,7 @@ def main() -> None:
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axis, rows = figure.subplots(), []
     others = ["#1098ad", "#868e96", "#66a80f", "#9c36b5"]
-    for (name, method), colour in zip(METHODS.items(), [*others, None, None, None]):
+    for (name, method), color in zip(METHODS.items(), [*others, None, None, None]):
         tuned = {s: score([curve(method, s, k) for k in TUNING_SEEDS]) for s in STEP_SIZES}
         best = min(tuned, key=lambda s: tuned[s])
         plain = score([curve(method, None, seed) for seed in SEEDS])
@@ -107,7 +107,7 @@ def main() -> None:
         rows.append({"method": name, "default": plain, "best step": best, "tuned": score(curves)})
         print(rows[-1], flush=True)
         shown = np.exp(np.log(curves).mean(0))
-        axis.loglog(GRID / PROBLEM.n_samples, shown, color=colour or COLOURS[name], label=name)
+        axis.loglog(GRID / PROBLEM.n_samples, shown, color=color or COLORS[name], label=name)
     axis.set(xlabel="passes over the data", ylabel=r"$|\nabla f|$, tuned, mean of 5 seeds")
     axis.grid(True, alpha=0.3)
     axis.legend(fontsize=8)

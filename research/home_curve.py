@@ -17,7 +17,7 @@ from common import DOCS, WIDTH, parser
 from matplotlib.figure import Figure
 
 WORKLOAD = "gpt-shakespeare"
-LINES = (  # method, learning rate, label, colour
+LINES = (  # method, learning rate, label, color
     ("Adam", 0.001, "Adam, lr 0.001 (default)", "#9ecbf0"),
     ("Adam", 0.00316, "Adam, lr 0.00316", "#1971c2"),
     ("Adam", 0.01, "Adam, lr 0.01", "#0b3a66"),
@@ -37,13 +37,13 @@ def rows() -> list[dict[str, Any]]:
 def main() -> None:
     figure = Figure(figsize=(WIDTH, 3.6), layout="constrained")
     axes = figure.subplots()
-    for method, lr, label, colour in LINES:
+    for method, lr, label, color in LINES:
         curves = [r["curve"] for r in rows() if (r["method"], r["lr"]) == (method, lr)]
         steps = curves[0]["evaluations"]
         losses = np.array([curve["train_loss"] for curve in curves])
         width = 2.6 if method == "Untuned" else 1.5
-        axes.plot(steps, np.median(losses, axis=0), color=colour, label=label, linewidth=width)
-        axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=colour, alpha=0.15)
+        axes.plot(steps, np.median(losses, axis=0), color=color, label=label, linewidth=width)
+        axes.fill_between(steps, losses.min(axis=0), losses.max(axis=0), color=color, alpha=0.15)
         print(f"{label}: {np.median(losses[:, -1]):.3f}, {len(curves)} seeds")
     axes.set(xlabel="step", ylabel="training loss", ylim=(1.9, 4.3), xlim=(0, 1000))
     axes.grid(alpha=0.3)

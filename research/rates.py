@@ -20,7 +20,7 @@ from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
-from common import COLOURS, DOCS, WIDTH, load, parser, save, versions
+from common import COLORS, DOCS, WIDTH, load, parser, save, versions
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
@@ -222,24 +222,24 @@ class Entry(NamedTuple):
     without: float | None
     cost: int  # gradients per sample
     style: str  # marker and line
-    colour: str
+    color: str
 
 
 METHODS = {
-    "storm+": Entry("STORM+", -1 / 3, -1 / 2, 2, "o-", COLOURS["STORM+"]),
+    "storm+": Entry("STORM+", -1 / 3, -1 / 2, 2, "o-", COLORS["STORM+"]),
     "simplified-storm+": Entry(
-        "simplified STORM+", -1 / 3, -1 / 3, 2, "s-", COLOURS["simplified STORM+"]
+        "simplified STORM+", -1 / 3, -1 / 3, 2, "s-", COLORS["simplified STORM+"]
     ),
-    "storm": Entry("STORM (L, G known, b tuned)", -1 / 3, -1 / 2, 2, "^-", COLOURS["STORM"]),
-    "sgd": Entry("SGD (1/sqrt(t), tuned)", -1 / 4, -1 / 4, 1, "v-", COLOURS["SGD"]),
-    "sgd-average": Entry("SGD (tuned), polynomial average", None, None, 1, "v--", COLOURS["SGD"]),
-    "adagrad-norm": Entry("AdaGrad-norm", -1 / 4, -1 / 2, 1, "D-", COLOURS["AdaGrad-norm"]),
+    "storm": Entry("STORM (L, G known, b tuned)", -1 / 3, -1 / 2, 2, "^-", COLORS["STORM"]),
+    "sgd": Entry("SGD (1/sqrt(t), tuned)", -1 / 4, -1 / 4, 1, "v-", COLORS["SGD"]),
+    "sgd-average": Entry("SGD (tuned), polynomial average", None, None, 1, "v--", COLORS["SGD"]),
+    "adagrad-norm": Entry("AdaGrad-norm", -1 / 4, -1 / 2, 1, "D-", COLORS["AdaGrad-norm"]),
     "no-correction": Entry(
-        "STORM+ without the correction", None, -1 / 2, 1, "x:", COLOURS["STORM+"]
+        "STORM+ without the correction", None, -1 / 2, 1, "x:", COLORS["STORM+"]
     ),
     "meta-storm-sg": Entry("META-STORM-SG", -1 / 3, -1 / 2, 2, "P:", "#0b7285"),
     "meta-storm-na": Entry("META-STORM-NA", -1 / 3, -1 / 3, 2, "X:", "#5c940d"),
-    "normalized-storm": Entry("normalised STORM", -1 / 3, -1 / 3, 2, "*:", "#1971c2"),
+    "normalized-storm": Entry("normalized STORM", -1 / 3, -1 / 3, 2, "*:", "#1971c2"),
     "ada-storm": Entry("Ada-STORM (T known)", -1 / 3, -1 / 3, 2, "h:", "#a61e4d"),
 }
 
@@ -334,9 +334,9 @@ def draw(results: dict[str, Any], plan: Plan) -> None:
     figure = Figure(figsize=(WIDTH, 4.2), layout="constrained")
     noisy, exact, levels = figure.subplots(1, 3)
     for name, found in results.items():
-        label, _, _, cost, style, colour = METHODS[name]
+        label, _, _, cost, style, color = METHODS[name]
         key = "last" if name == "sgd-average" else "mean"
-        shown = {"color": colour, "ms": 3, "lw": 1, "label": label}
+        shown = {"color": color, "ms": 3, "lw": 1, "label": label}
         gradients = cost * np.array(found["T"])
         noisy.loglog(gradients, found[key][-1], style, **shown)
         exact.loglog(gradients, found["rms"][0], style, **shown)

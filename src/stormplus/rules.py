@@ -229,7 +229,7 @@ class MetaStormNARule(_MetaStorm):
 
 @dataclass(frozen=True)
 class NormalizedStormRule:
-    """STORM with normalised moves: a_{t+1} = t^(-2/3), eta_t = t^(-2/3) / |d_t|.
+    """STORM with normalized moves: a_{t+1} = t^(-2/3), eta_t = t^(-2/3) / |d_t|.
 
     A move has the length lr t^(-2/3) whatever the gradient is. Assumes bounded variance and smooth
     samples. With T in place of t it is Theorem 4, second case, m = B_1 = 1, of Jiang et al.,

@@ -165,7 +165,7 @@ def unused_parameters(steps, size=None):
     return result(model, opt) | {"missing": missing}
 
 
-def normalised(steps, halves):
+def normalized(steps, halves):
     """BatchNorm and dropout; returns what BatchNorm has counted and the dropped units."""
     rank, size = place()
     model, masks = DDP(Tanh(norm=True, dropout=0.3)), []

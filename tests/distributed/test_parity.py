@@ -159,7 +159,7 @@ def test_unused_parameters(cluster, size):
 @long
 @pytest.mark.parametrize(("size", "halves"), [(2, False), (4, True)])
 def test_batchnorm_and_dropout(cluster, size, halves):
-    runs = cluster.run(size, jobs.normalised, STEPS, halves)
+    runs = cluster.run(size, jobs.normalized, STEPS, halves)
     assert_same_bits(runs)
     for run in runs:
         assert run["counted"] == STEPS  # each sample once

@@ -1,4 +1,4 @@
-"""The tests of the native backend, under the sanitizers of addresses and undefined behaviour."""
+"""The tests of the native backend, under the sanitizers of addresses and undefined behavior."""
 
 import os
 import shutil

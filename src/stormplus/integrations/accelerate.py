@@ -1,6 +1,6 @@
 """Accelerate: `prepare` in place of `accelerator.prepare`.
 
-Accelerate drops a closure whenever gradients are not synchronised, and in fp16 passes it to
+Accelerate drops a closure whenever gradients are not synchronized, and in fp16 passes it to
 `scaler.step`, which cannot use it. `prepare` makes `step` exact, or raise.
 """
 

@@ -201,7 +201,7 @@ class _SampleSkipped(Exception):
 
 
 def _evaluate_again(trainer: Any, opt: PairedOptimizer, args: Any, kwargs: Any, last: bool) -> None:
-    """Evaluate a micro-batch as Lightning's loop does; DDP synchronises after the last one."""
+    """Evaluate a micro-batch as Lightning's loop does; DDP synchronizes after the last one."""
     strategy = trainer.strategy
     waits = isinstance(strategy, DDPStrategy) and not last
     with (

@@ -70,7 +70,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             lr eta_t d / unit, as if the loss were divided by `unit`. 1.0 is the paper. "first" is
             the norm of the first gradient that is not zero: nothing depends on the scale of the
             loss, and `lr` is about the length of the first move.
-        weight_decay: L2 regularisation, part of the objective, or, with `decoupled_weight_decay`,
+        weight_decay: L2 regularization, part of the objective, or, with `decoupled_weight_decay`,
             x <- x - lr eta_t (d / unit + weight_decay x). Per group.
         decoupled_weight_decay: See `weight_decay`.
         maximize: Maximize the objective instead.
@@ -417,7 +417,7 @@ def _learning_rate(param_group: dict[str, Any], like: Number) -> Number:
 
 
 def _sign_and_l2(param_group: dict[str, Any]) -> tuple[float, float]:
-    # L2 regularisation is part of the objective; `_decay_decoupled` does the other kind.
+    # L2 regularization is part of the objective; `_decay_decoupled` does the other kind.
     decoupled = param_group["decoupled_weight_decay"]
     l2 = 0.0 if decoupled else float(param_group["weight_decay"])
     return -1.0 if param_group["maximize"] else 1.0, l2

@@ -47,7 +47,7 @@ class RowProblem(FiniteSum):
 
 
 class NonConvexLogistic(RowProblem):
-    """Logistic regression with the bounded regulariser weight * sum_j x_j^2 / (1 + x_j^2).
+    """Logistic regression with the bounded regularizer weight * sum_j x_j^2 / (1 + x_j^2).
 
     Targets are -1 and 1. L and G are bounds for every x. B does not exist: a logistic loss grows
     without limit. From x = 0, f(x_1) - inf f <= log 2.
@@ -113,7 +113,7 @@ class PhaseRetrieval(RowProblem):
     """f_i(x) = ((a_i x)^2 - y_i)^2 / 4, with y_i = (a_i x*)^2; x* and -x* are solutions.
 
     A quartic is neither bounded nor smooth on the whole space, so `constants` are None. `start`
-    is the spectral initialisation, the leading eigenvector of sum_i y_i a_i a_i^T.
+    is the spectral initialization, the leading eigenvector of sum_i y_i a_i a_i^T.
     """
 
     def __init__(

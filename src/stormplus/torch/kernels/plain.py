@@ -169,7 +169,7 @@ def squared_displacement(group: TensorGroup, i: int) -> Tensor:
 def objective_gradient(x: Tensor, g: Tensor, sign: float, l2: float) -> Tensor:
     """Return the gradient of what is minimized, with x's dtype."""
     g = g.to(x.dtype) if sign > 0 else -g.to(x.dtype)
-    # Beyond the paper: L2 regularisation is part of the objective, and so of its gradient.
+    # Beyond the paper: L2 regularization is part of the objective, and so of its gradient.
     return g + l2 * x if l2 else g
 
 
