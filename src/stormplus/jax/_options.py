@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import optax  # type: ignore[import-untyped, unused-ignore]
 
-from stormplus.jax._trees import Layout, PyTree, TreeOrFunction, norm, widen
+from stormplus.jax._trees import OptimizedLeaves, TreeOrFunction, norm, widen
 
 # `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
 Number: TypeAlias = float | jax.Array
@@ -33,12 +33,12 @@ class Options:
 
     def __post_init__(self) -> None:
         if not callable(self.lr):
-            check_number("lr", self.lr, "the paper's is 1.0; a schedule is a function")
+            check_number("lr", self.lr, "default 1.0; or a schedule f(count)")
         if self.unit != "first":
-            check_number("unit", self.unit, 'the paper\'s is 1.0; "first" is the first |g|')
+            check_number("unit", self.unit, 'default 1.0; or "first", the first |g|')
             if not isinstance(self.unit, jax.Array) and self.unit == 0:
                 raise ValueError("unit must be positive, got 0")
-        check_number("weight_decay", self.weight_decay, "0.0 is none")
+        check_number("weight_decay", self.weight_decay, "0.0 disables it")
         _check_flag("decoupled_weight_decay", self.decoupled_weight_decay)
         _check_flag("maximize", self.maximize)
         tx = self.gradient_transform
@@ -48,8 +48,10 @@ class Options:
                 f"optax.clip_by_global_norm(1.0), got {tx!r}"
             )
 
-    def layout(self, params: PyTree) -> Layout:
-        return Layout(params, self.mask)
+    @classmethod
+    def from_arguments(cls, arguments: dict[str, Any]) -> Options:
+        """Take the options from a function's arguments: `locals()`, which may have more."""
+        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def lr_at(self, moves: jax.Array) -> Any:
         """Return the lr of the next move, after `moves` of them."""
@@ -75,22 +77,22 @@ class Options:
         return [(self.weight_decay * x_i).astype(x_i.dtype) for x_i in widen(x)]
 
     def objective_gradient(
-        self, layout: Layout, g: list[jax.Array], x: list[jax.Array]
+        self, optimized: OptimizedLeaves, g: list[jax.Array], x: list[jax.Array]
     ) -> list[jax.Array]:
         """Return the gradient of what is minimized, at x, from the gradient g of the user."""
         if self.gradient_transform is not None:
-            g = self._transformed(layout, g, x)
+            g = self._transformed(optimized, g, x)
         if self.maximize:
             g = [-g_i for g_i in g]
         # Beyond the paper: L2 weight decay is part of the objective, and so in both gradients.
         return [g_i + decay_i for g_i, decay_i in zip(g, self.decay(x, decoupled=False))]
 
     def _transformed(
-        self, layout: Layout, g: list[jax.Array], x: list[jax.Array]
+        self, optimized: OptimizedLeaves, g: list[jax.Array], x: list[jax.Array]
     ) -> list[jax.Array]:
         # Beyond the paper: whatever processes gradients must process both of a pair.
         tx = optax.with_extra_args_support(self.gradient_transform)
-        params, gradient = layout.masked_tree(x), layout.masked_tree(g)
+        params, gradient = optimized.masked_tree(x), optimized.masked_tree(g)
         state = tx.init(params)
         if jax.tree.leaves(state):
             raise ValueError(

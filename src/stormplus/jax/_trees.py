@@ -52,7 +52,7 @@ def is_masked(node: Any) -> bool:
 # -- the optimized leaves --------------------------------------------------------------------
 
 
-class Layout:
+class OptimizedLeaves:
     """Which leaves of a parameter tree are optimized. Static: built while tracing.
 
     Holes (`optax.MaskedNode`) are part of the tree's structure, as jax sees them.

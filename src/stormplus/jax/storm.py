@@ -23,6 +23,7 @@ import optax  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.jax._options import Number, NumberOrSchedule, Options
 from stormplus.jax._trees import (
+    OptimizedLeaves,
     PyTree,
     TreeOrFunction,
     accumulator_dtype,
@@ -112,16 +113,7 @@ def storm_plus(
         gradient_transform: A stateless optax transformation such as clipping, applied to
             both gradients of the optimized leaves, before the weight decay.
     """
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        unit=unit,
-        mask=mask,
-        gradient_transform=gradient_transform,
-    )
-    return _paired("storm_plus", StormPlusRule(), options)
+    return _paired("storm_plus", StormPlusRule(), Options.from_arguments(locals()))
 
 
 def simplified_storm_plus(
@@ -135,16 +127,9 @@ def simplified_storm_plus(
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        unit=unit,
-        mask=mask,
-        gradient_transform=gradient_transform,
+    return _paired(
+        "simplified_storm_plus", SimplifiedStormPlusRule(), Options.from_arguments(locals())
     )
-    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), options)
 
 
 def storm(
@@ -167,16 +152,8 @@ def storm(
     factor of the gain, `smoothness` the L of the objective, all positive. The other
     arguments are `storm_plus`'s.
     """
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        unit=unit,
-        mask=mask,
-        gradient_transform=gradient_transform,
-    )
-    return _paired("storm", StormRule(theta, w, c, smoothness), options)  # type: ignore[arg-type]
+    rule = StormRule(theta, w, c, smoothness)  # type: ignore[arg-type]
+    return _paired("storm", rule, Options.from_arguments(locals()))
 
 
 def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:
@@ -184,8 +161,8 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
 
     def init(params: PyTree) -> StormState:
         _check_no_holes(name, params)
-        layout = options.layout(params)
-        d = [jnp.zeros_like(x_i, dtype=wide_dtype(x_i)) for x_i in layout.leaves]
+        optimized = OptimizedLeaves(params, options.mask)
+        d = [jnp.zeros_like(x_i, dtype=wide_dtype(x_i)) for x_i in optimized.leaves]
 
         # A new array per field: a buffer that occurs twice cannot be donated.
         def count() -> jax.Array:
@@ -206,7 +183,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
             unit=scalar() + (1 if isinstance(options.unit, str) else options.unit),
             sum_g_sq=Sum(scalar(), scalar()),
             sum_d_sq_over_a=Sum(scalar(), scalar()),
-            estimator=layout.masked_tree(d),
+            estimator=optimized.masked_tree(d),
         )
 
     def update(
@@ -220,10 +197,10 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
         del extra_args  # meant for other transformations
         if params is None or not callable(grad_fn):
             raise TypeError(_USAGE.format(params=_kind_of(params), grad_fn=_kind_of(grad_fn)))
-        layout = options.layout(params)
-        x, d = layout.leaves, layout.buffers(state.estimator)
-        passed = layout.gradient(updates, "the first argument of update()")
-        g_tilde = options.objective_gradient(layout, passed, x)
+        optimized = OptimizedLeaves(params, options.mask)
+        x, d = optimized.leaves, optimized.buffers(state.estimator)
+        passed = optimized.gradient(updates, "the first argument of update()")
+        g_tilde = options.objective_gradient(optimized, passed, x)
 
         # Beyond the paper: gradients that are not finite, or too large for the dtype of the sums.
         # If the first one is, the call has no effect. If the second one is, the move stands,
@@ -241,16 +218,16 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
         # Beyond the paper: decoupled weight decay, which no gradient and no norm contains.
         decay = options.decay(x, decoupled=True)
         alpha = lr * eta
-        move = layout.zero_filled_tree(
+        move = optimized.zero_filled_tree(
             (-alpha.astype(d_i.dtype) * (d_i / unit.astype(d_i.dtype) + decay_i)).astype(x_i.dtype)
             for d_i, decay_i, x_i in zip(d, decay, x)
         )
         moved = optax.apply_updates(params, move)  # Alg. 1, line 4
-        x_new = layout.select(jax.tree.leaves(moved))
+        x_new = optimized.select(jax.tree.leaves(moved))
 
         # ESTIMATE
-        returned = layout.gradient(grad_fn(moved), "what grad_fn returns")
-        g = options.objective_gradient(layout, returned, x_new)  # Alg. 1, line 5
+        returned = optimized.gradient(grad_fn(moved), "what grad_fn returns")
+        g = options.objective_gradient(optimized, returned, x_new)  # Alg. 1, line 5
         d_new = [
             g_i + (1 - a.astype(d_i.dtype)) * (d_i - g_tilde_i)  # Alg. 1, line 6
             for g_i, d_i, g_tilde_i in zip(g, d, g_tilde)
@@ -288,7 +265,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
             sum_d_sq_over_a=jax.tree.map(
                 if_accepted, sums_new.sum_d_sq_over_a, sums.sum_d_sq_over_a
             ),
-            estimator=layout.masked_tree(_finite_part(d_i) for d_i in d_new),
+            estimator=optimized.masked_tree(_finite_part(d_i) for d_i in d_new),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)

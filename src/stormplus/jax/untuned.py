@@ -26,7 +26,7 @@ import optax  # type: ignore[import-untyped, unused-ignore]
 from stormplus import untuned_rule
 from stormplus.jax._options import Number, NumberOrSchedule, Options, check_number, may_decay
 from stormplus.jax._trees import (
-    Layout,
+    OptimizedLeaves,
     PyTree,
     TreeOrFunction,
     accumulator_dtype,
@@ -153,11 +153,11 @@ def untuned(
         gradient_transform: As in `storm_plus`; a chain does the same.
     """
     _check_arguments(factor, weight_decay, state_dtype)
-    options = Options(maximize=maximize, mask=mask, gradient_transform=gradient_transform)
+    options = Options(maximize=maximize, gradient_transform=gradient_transform)
     decays = any(may_decay(rate) for rate in jax.tree.leaves(weight_decay))
 
     def init(params: PyTree) -> UntunedState:
-        return _initial_state(options.layout(params), state_dtype)
+        return _initial_state(OptimizedLeaves(params, mask), state_dtype)
 
     def update(
         updates: PyTree, state: UntunedState, params: PyTree | None = None, **extra_args: Any
@@ -168,21 +168,21 @@ def untuned(
                 "update needs the parameters, to measure how far they have come: "
                 "`tx.update(grads, state, params)`; got None as params"
             )
-        layout = options.layout(params)
-        e, s = layout.buffers(state.z_minus_x), layout.buffers(state.grad_rms)
-        p, master = layout.leaves, layout.entries(state.master)
-        passed = layout.gradient(updates, "the first argument of update()")
-        g = options.objective_gradient(layout, passed, p)
+        optimized = OptimizedLeaves(params, mask)
+        e, s = optimized.buffers(state.z_minus_x), optimized.buffers(state.grad_rms)
+        p, master = optimized.leaves, optimized.entries(state.master)
+        passed = optimized.gradient(updates, "the first argument of update()")
+        g = options.objective_gradient(optimized, passed, p)
 
         # Scalars: one entry per leaf
         scalars = UntunedScalars(*(getattr(state, name) for name in UntunedScalars._fields))
         eta = untuned_rule.next_step_size(scalars, jnp)
-        scale = _per_leaf("factor", factor, layout, params, state.step)
+        scale = _per_leaf("factor", factor, optimized, params, state.step)
         alpha = scale * eta
         decay = None
         if decays:
-            rate = _per_leaf("weight_decay", weight_decay, layout, params, state.step)
-            natural = _natural_scales(layout)
+            rate = _per_leaf("weight_decay", weight_decay, optimized, params, state.step)
+            natural = _natural_scales(optimized)
             decay = untuned_rule.decay_fraction(rate, alpha, natural, scalars.ceiling, jnp)
         t = state.step.astype(eta.dtype) + 1
         coefficients = UntunedCoefficients(
@@ -207,14 +207,14 @@ def untuned(
                 p, normalized, coefficients.of_each_leaf(), master, e, s
             )
         ]
-        param_updates = layout.zero_filled_tree(leaf.update for leaf in new)
+        param_updates = optimized.zero_filled_tree(leaf.update for leaf in new)
 
         def if_finite(value: Any, old: jax.Array) -> jax.Array:
             return jnp.where(finite, value, old).astype(old.dtype)
 
         if p:  # the rule compares leaves: there must be one
             # Measured on what is returned: XLA would have to copy what that is computed from.
-            p_new = layout.select(jax.tree.leaves(optax.apply_updates(params, param_updates)))
+            p_new = optimized.select(jax.tree.leaves(optax.apply_updates(params, param_updates)))
             new_e = [leaf.z_minus_x for leaf in new]
             y = [p_i if is_masked(leaf.master) else leaf.master for p_i, leaf in zip(p_new, new)]
             after = untuned_rule.after_step(
@@ -223,7 +223,7 @@ def untuned(
                 alpha=alpha,
                 mean_square=mean_square,
                 displacement=_displacement(y, new_e, state),
-                eligible=_eligible(layout),
+                eligible=_eligible(optimized),
                 xp=jnp,
             )
             # On the devices of the value, also where nothing is lost: else a third compilation.
@@ -233,9 +233,9 @@ def untuned(
         return param_updates, state._replace(
             **scalars._replace(step=safe_increment(state.step, finite))._asdict(),
             skipped=safe_increment(state.skipped, ~finite),
-            z_minus_x=layout.masked_tree(leaf.z_minus_x for leaf in new),
-            grad_rms=layout.masked_tree(leaf.grad_rms for leaf in new),
-            master=layout.masked_tree(leaf.master for leaf in new),
+            z_minus_x=optimized.masked_tree(leaf.z_minus_x for leaf in new),
+            grad_rms=optimized.masked_tree(leaf.grad_rms for leaf in new),
+            master=optimized.masked_tree(leaf.master for leaf in new),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -249,15 +249,15 @@ def _check_arguments(factor: Any, weight_decay: Any, state_dtype: Any) -> None:
             raise TypeError(f"{name} must be a number or a tree of numbers, got None")
     for value in jax.tree.leaves(factor):
         if not callable(value):
-            check_number("factor", value, "1.0 is none; a schedule is a function")
+            check_number("factor", value, "default 1.0; or a schedule f(count)")
     for value in jax.tree.leaves(weight_decay):
-        check_number("weight_decay", value, "0.0 is none")
+        check_number("weight_decay", value, "0.0 disables it")
 
 
-def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
-    y = widen(layout.leaves)
+def _initial_state(optimized: OptimizedLeaves, state_dtype: Any) -> UntunedState:
+    y = widen(optimized.leaves)
     masters = [
-        y_i if y_i.dtype != p.dtype else optax.MaskedNode() for p, y_i in zip(layout.leaves, y)
+        y_i if y_i.dtype != p.dtype else optax.MaskedNode() for p, y_i in zip(optimized.leaves, y)
     ]
 
     # A new array per field: a buffer that occurs twice cannot be donated.
@@ -265,10 +265,12 @@ def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
         return jnp.zeros(len(y), accumulator_dtype())
 
     def buffer() -> PyTree:
-        return layout.masked_tree(jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y)
+        return optimized.masked_tree(
+            jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y
+        )
 
     z_1 = [rows.reshape(-1) for _, rows in _coordinates_by_size(y)]
-    ceiling = untuned_rule.distance_ceiling(root_mean_squares(y), _natural_scales(layout), jnp)
+    ceiling = untuned_rule.distance_ceiling(root_mean_squares(y), _natural_scales(optimized), jnp)
     return UntunedState(
         step=jnp.zeros((), jnp.int32),
         skipped=jnp.zeros((), jnp.int32),
@@ -282,7 +284,7 @@ def _initial_state(layout: Layout, state_dtype: Any) -> UntunedState:
         grad_rms=buffer(),
         # One array and not a tree: it has neither the shapes nor the sharding of the parameters.
         initial_sample=jnp.concatenate(z_1) if z_1 else jnp.zeros(0),
-        master=layout.masked_tree(masters),
+        master=optimized.masked_tree(masters),
     )
 
 
@@ -338,22 +340,24 @@ def _averaged_leaf(e: Any, master: Any, param: Any) -> Any:
 # -- numbers of each leaf --------------------------------------------------------------------
 
 
-def _per_leaf(name: str, value: Any, layout: Layout, params: PyTree, moves: jax.Array) -> Any:
+def _per_leaf(
+    name: str, value: Any, optimized: OptimizedLeaves, params: PyTree, moves: jax.Array
+) -> Any:
     """Return a number for all leaves or an array with one per leaf, with schedules evaluated."""
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):  # a tree may be callable too
         return value(moves) if callable(value) else value
-    each = layout.select(broadcast_prefix(name, value, params))
+    each = optimized.select(broadcast_prefix(name, value, params))
     return jnp.array([v(moves) if callable(v) else v for v in each], accumulator_dtype())
 
 
-def _natural_scales(layout: Layout) -> jax.Array:
-    leaves = layout.leaves
+def _natural_scales(optimized: OptimizedLeaves) -> jax.Array:
+    leaves = optimized.leaves
     inputs = [x.size // max(x.shape[-1], 1) if x.ndim > 1 else x.size for x in leaves]
     return jnp.array([untuned_rule.natural_scale(n) for n in inputs], accumulator_dtype())
 
 
-def _eligible(layout: Layout) -> np.ndarray[Any, Any]:
-    axes = [leaf.ndim if leaf.size else 0 for leaf in layout.leaves]
+def _eligible(optimized: OptimizedLeaves) -> np.ndarray[Any, Any]:
+    axes = [leaf.ndim if leaf.size else 0 for leaf in optimized.leaves]
     return np.array(untuned_rule.eligible_tensors(axes))
 
 
@@ -363,7 +367,7 @@ def _eligible(layout: Layout) -> np.ndarray[Any, Any]:
 def _displacement(y: Sequence[jax.Array], e: Sequence[jax.Array], state: UntunedState) -> jax.Array:
     """Return the root mean square of z - z_1 over each leaf's measured coordinates."""
     # In units of R the squares neither overflow nor underflow; R itself cancels.
-    unit = jax.lax.stop_gradient(state.ceiling)
+    scale = jax.lax.stop_gradient(state.ceiling)
     squares: list[jax.Array] = []
     order: list[int] = []
     start = 0
@@ -371,10 +375,10 @@ def _displacement(y: Sequence[jax.Array], e: Sequence[jax.Array], state: Untuned
         z = y_rows + INTERPOLATION * e_rows.astype(y_rows.dtype)
         z_1 = state.initial_sample[start : start + z.size].reshape(z.shape)
         start += z.size
-        moved = (z - z_1) / unit[np.array(which), None]
+        moved = (z - z_1) / scale[np.array(which), None]
         squares.append(jnp.sum(jnp.square(moved), axis=1) / max(z.shape[1], 1))
         order += which
-    return unit * square_root(jnp.concatenate(squares)[np.argsort(order)])
+    return scale * square_root(jnp.concatenate(squares)[np.argsort(order)])
 
 
 def _coordinates_by_size(leaves: Sequence[jax.Array]) -> list[tuple[list[int], jax.Array]]:
