@@ -1,13 +1,8 @@
-import sys
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-
-# `jax_problems`, which these tests share.
-sys.path.append(str(Path(__file__).parent))
-
 
 # Tests of how the transformations live inside what optax 0.2.4 lacks: `partition`,
 # `selective_transform`, functions as arguments through `MultiSteps`.

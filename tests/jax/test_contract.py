@@ -15,7 +15,11 @@ import jax.numpy as jnp
 import optax
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax_problems import (
+
+from stormplus import minimize
+from stormplus.jax import StormState, UntunedState, uniform_iterate
+from stormplus.untuned_rule import INTERPOLATION
+from tests.jax.jax_problems import (
     BUFFERS,
     CURVATURES,
     PAIRED,
@@ -32,11 +36,7 @@ from jax_problems import (
     step_of,
     walk,
 )
-from untuned_oracle import untuned_run
-
-from stormplus import minimize
-from stormplus.jax import StormState, UntunedState, uniform_iterate
-from stormplus.untuned_rule import INTERPOLATION
+from tests.support.untuned_oracle import untuned_run
 
 each = over(TRANSFORMATIONS)
 paired = over(PAIRED)

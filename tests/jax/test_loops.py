@@ -9,7 +9,9 @@ pytest.importorskip("optax")
 import jax
 import jax.numpy as jnp
 import optax
-from jax_problems import (
+
+from stormplus.jax import accumulate, storm_plus, uniform_iterate, verify
+from tests.jax.jax_problems import (
     CURVATURES,
     PARAMS,
     Regression,
@@ -19,8 +21,6 @@ from jax_problems import (
     step_of,
     walk,
 )
-
-from stormplus.jax import accumulate, storm_plus, uniform_iterate, verify
 
 # --- verify ----------------------------------------------------------------------------------
 

@@ -9,7 +9,10 @@ pytest.importorskip("optax")
 import jax
 import jax.numpy as jnp
 import optax
-from jax_problems import (
+
+from stormplus.jax import storm, storm_plus, verify
+from stormplus.rules import Sum
+from tests.jax.jax_problems import (
     CURVATURES,
     PAIRED,
     PARAMS,
@@ -23,9 +26,6 @@ from jax_problems import (
     step_of,
     walk,
 )
-
-from stormplus.jax import storm, storm_plus, verify
-from stormplus.rules import Sum
 
 # --- one call --------------------------------------------------------------------------------
 

@@ -9,7 +9,12 @@ pytest.importorskip("optax")
 import jax
 import jax.numpy as jnp
 import optax
-from jax_problems import (
+
+from stormplus import untuned_rule
+from stormplus.jax import averaged, storm_plus, untuned
+from stormplus.rules import Sum
+from stormplus.untuned_rule import INTERPOLATION
+from tests.jax.jax_problems import (
     CURVATURES,
     PARAMS,
     assert_finite,
@@ -19,12 +24,7 @@ from jax_problems import (
     run,
     walk,
 )
-from untuned_oracle import untuned_run
-
-from stormplus import untuned_rule
-from stormplus.jax import averaged, storm_plus, untuned
-from stormplus.rules import Sum
-from stormplus.untuned_rule import INTERPOLATION
+from tests.support.untuned_oracle import untuned_run
 
 
 def one_gradient(tx, grad=quadratic, params=PARAMS, samples=CURVATURES):
