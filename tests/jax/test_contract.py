@@ -36,63 +36,10 @@ from tests.jax.jax_problems import (
     step_of,
     walk,
 )
-from tests.support.untuned_oracle import untuned_run
 
 each = over(TRANSFORMATIONS)
 paired = over(PAIRED)
 ROUNDING = {"rtol": 1e-5, "atol": 1e-6}
-
-
-# --- it converges ----------------------------------------------------------------------------
-
-
-def parabola():
-    target = jnp.array([1.0, -1.0, 1.0])
-    return lambda x: jnp.sum((x - target) ** 2), jnp.array([-1.0, 10.0, 1.0]), target
-
-
-def rosenbrock():
-    return (
-        lambda x: (1 - x[0]) ** 2 + 100 * (x[1] - x[0] ** 2) ** 2,
-        jnp.zeros(2),
-        jnp.ones(2),
-    )
-
-
-def two_leaves():
-    target = (jnp.array([1.0, -1.0, 2.0]), jnp.array([[1.0, 0.0], [-1.0, 1.0]]))
-
-    def loss(x):
-        return sum(jnp.sum((x_i - t_i) ** 2) for x_i, t_i in zip(x, target))
-
-    return loss, (jnp.zeros(3), jnp.zeros((2, 2))), target
-
-
-# Without tuning, but for STORM's constants and the lr with which the noiseless valley of
-# Rosenbrock's function is walked in 20,000 steps.
-CONVERGES = [
-    (parabola, "storm_plus", {}),
-    (parabola, "simplified_storm_plus", {}),
-    (parabola, "storm", {"theta": 1.0, "c": 1.0}),
-    (parabola, "untuned", {}),
-    (rosenbrock, "storm_plus", {}),
-    (rosenbrock, "simplified_storm_plus", {"lr": 0.03}),
-    (rosenbrock, "storm", {"theta": 0.1, "c": 10.0}),
-    (two_leaves, "storm_plus", {}),
-    (two_leaves, "simplified_storm_plus", {"unit": "first", "lr": 0.3}),
-    (two_leaves, "storm", {"theta": 1.0, "c": 1.0}),
-    (two_leaves, "untuned", {}),
-]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("target", "name", "options"), CONVERGES)
-def test_it_converges(target, name, options):
-    loss, x0, expected = target()
-    tx = TRANSFORMATIONS[name](**options)
-    x, state = run(tx, lambda p, _: jax.grad(loss)(p), x0, jnp.zeros(20_000))
-    assert_trees_close(x, expected, rtol=3e-2, atol=3e-2)
-    assert int(state.step) == 20_000
 
 
 # --- compiled, in whatever way ---------------------------------------------------------------
@@ -193,28 +140,31 @@ def test_the_kind_of_tree_does_not_matter(name):
     assert_trees_close(jax.tree.leaves(moved), expected, **ROUNDING)
 
 
+def half_dead(p, sample):
+    return {"dead": 0 * p["dead"], "live": sample * p["live"]}
+
+
+# Parameters, their gradient, and whether each leaf moves.
+TREES = {
+    "empty": ({}, quadratic, []),
+    "no elements": ({"a": None, "b": jnp.zeros((0, 3))}, quadratic, [False]),
+    "a number": (3.0, quadratic, [True]),
+    "zero": (0.0, quadratic, [False]),  # and no division by the norm
+    "a dead leaf": ({"dead": jnp.array([2.0, 0.0]), "live": jnp.ones(2)}, half_dead, [False, True]),
+}
+
+
+@pytest.mark.parametrize("case", TREES.values(), ids=TREES)
 @each
-def test_empty_trees(name):
+def test_small_trees_and_zero_gradients(name, case):
+    params, grad, moves = case
     options = {"unit": "first"} if name in PAIRED else {}
-    for params in ({}, {"a": None, "b": jnp.zeros((0, 3))}):
-        moved, state = walk(name, CURVATURES[:2], params=params, **options)
-        assert jax.tree.structure(moved) == jax.tree.structure(params)
-        assert int(state.step) == 2
-        assert_finite(state)
-
-
-@pytest.mark.parametrize("x1", [0.0, 3.0])
-@each
-def test_a_parameter_that_is_a_number(name, x1):
-    """n = 1; and where all is zero no division by the norm."""
-    x, state = walk(name, params=x1, grad=the_point)
-    assert 0 < float(x) < 3 if x1 else float(x) == 0
+    moved, state = walk(name, CURVATURES, params, grad=grad, **options)
+    assert jax.tree.structure(moved) == jax.tree.structure(params)
+    pairs = zip(jax.tree.leaves(moved), jax.tree.leaves(params))
+    assert [bool(np.any(new != old)) for new, old in pairs] == moves
     assert int(state.step) == len(CURVATURES)
-    assert_finite(state)
-
-
-def the_point(p, sample):
-    return p
+    assert_finite((moved, state))
 
 
 @each
@@ -227,19 +177,6 @@ def test_counters_stop_at_their_largest_value(name):
     params, state = walk(name, [1.0, np.nan, 2.0], params, state._replace(**counts))
     assert_finite((params, state))
     assert all(getattr(state, key) == largest for key in counts)
-
-
-def half_dead(p, sample):
-    return {"dead": 0 * p["dead"], "live": sample * p["live"]}
-
-
-@each
-def test_a_leaf_whose_gradient_is_always_zero_stays(name):
-    params = {"dead": jnp.array([2.0, 0.0]), "live": jnp.array([1.0, 3.0])}
-    moved, state = walk(name, params=params, grad=half_dead)
-    np.testing.assert_array_equal(moved["dead"], params["dead"])
-    assert (moved["live"] != params["live"]).all()
-    assert_finite(state)
 
 
 @each
@@ -349,24 +286,16 @@ def test_mixed_dtypes_and_a_gradient_of_another_dtype(name):
     assert state.step_size.dtype == jnp.float32  # without x64
 
 
-@pytest.mark.parametrize("dtype", [jnp.int32, jnp.complex64])
-@each
-def test_only_real_floating_point_leaves(name, dtype):
-    with pytest.raises(TypeError, match=r"\['a'\] is (int|complex).*mask="):
-        TRANSFORMATIONS[name]().init({"a": jnp.ones(2, dtype)})
-
-
-# --- sizes, from 0 to 1e20 -------------------------------------------------------------------
+# --- sizes, from 0 to 1e20; those of untuned are in test_untuned.py ---------------------------
 
 SIZES = [0.0, 1e-20, 1e-12, 1e-4, 1.0, 1e5, 1e10, 1e15, 1e20]
 FACTORS = np.array([1.0, -0.5, 2.0, 0.0, 1.0])
-# In float32 the rules of pairs see |g|^2 as zero below the first number; beyond the second the
-# sum of |d|^2 / a (whose a simplified STORM+ and the later rules keep large, or do not divide by),
-# and from 2e19 |g|^2 itself, is too large. Such gradients are not used, and counted.
+# In float32 the rules see |g|^2 as zero below the first number; beyond the second the sum of
+# |d|^2 / a (whose a simplified STORM+ and the later rules keep large, or do not divide by), and
+# from 2e19 |g|^2 itself, is too large. Such gradients are not used, and counted.
 RANGE = dict.fromkeys(PAIRED, (1e-19, 1e16)) | {
     "storm_plus": (1e-19, 1e11),
     "storm": (1e-19, 1e11),
-    "untuned": (0.0, np.inf),
 }
 
 
@@ -375,9 +304,6 @@ def sweep(name, size, n, dtype):
     g = size * np.linspace(1, 2, n) / np.linalg.norm(np.linspace(1, 2, n))
     samples = jnp.asarray(np.outer(FACTORS, g), dtype)
     x, state = walk(name, samples, params=jnp.zeros(n, dtype), grad=the_sample)
-    if name == "untuned":
-        rows = untuned_run(lambda k, x: [FACTORS[k] * g], [np.zeros(n)], len(FACTORS))
-        return x, state, rows[-1]["x"][0]
     factors = iter(FACTORS)
     expected = minimize(
         lambda x, xi: xi * g,
@@ -395,7 +321,7 @@ def the_sample(p, sample):
 
 @pytest.mark.usefixtures("x64")
 @pytest.mark.parametrize("size", SIZES)
-@each
+@paired
 def test_float64_is_the_reference_at_every_size(name, size):
     for n in (1, 7):
         x, state, expected = sweep(name, size, n, jnp.float64)
@@ -404,7 +330,7 @@ def test_float64_is_the_reference_at_every_size(name, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-@each
+@paired
 def test_float32_is_the_reference_or_does_nothing(name, size):
     """Never an inf, a NaN, or a step that only overflow explains."""
     x, state, expected = sweep(name, size, 3, jnp.float32)
@@ -466,7 +392,7 @@ def test_a_gradient_that_is_not_finite_has_no_effect(name, before, value):
 
 
 @each
-def test_apply_if_finite_is_not_needed_and_does_no_harm(name):
+def test_apply_if_finite_changes_nothing(name):
     bad = jnp.array([1.0, 2.0, jnp.nan, 3.0, jnp.nan, jnp.nan, jnp.nan])
     expected, state = walk(name, bad)
     assert int(state.skipped) == 4
@@ -615,99 +541,3 @@ def test_a_state_goes_through_a_checkpoint_bit_by_bit(name, tmp_path):
         assert_trees_equal(restored, saved)
         assert type(restored["state"]) is type(state)
         assert_trees_equal(step(restored["params"], restored["state"], CURVATURES[3]), straight)
-
-
-# --- errors ----------------------------------------------------------------------------------
-
-ARGUMENT_ERRORS = {
-    "weight_decay": ({"weight_decay": -0.1}, ValueError, "weight_decay must be .* got -0.1"),
-    "maximize": ({"maximize": 1}, TypeError, "maximize must be True or False, got 1"),
-    "transform": ({"gradient_transform": 1.0}, TypeError, "without state.*got 1.0"),
-    "transform's state": (
-        {"gradient_transform": optax.trace(0.9)},
-        ValueError,
-        "must have no state.*TraceState",
-    ),
-    "mask's leaves": ({"mask": {"a": 1.0, "b": True}}, TypeError, "True and False.*got 1.0"),
-    "mask's tree": ({"mask": {"z": True}}, ValueError, "mask must have the structure"),
-}
-RATE_ERRORS = {
-    "negative": (-1.0, ValueError, "{rate} must be finite and not negative, got -1.0"),
-    "nan": (float("nan"), ValueError, "{rate} must be finite"),
-    "text": ("1", TypeError, "{rate} must be a number, got '1'"),
-}
-PAIRED_ERRORS = {
-    "decoupled": ({"decoupled_weight_decay": 0.1}, TypeError, "decoupled_weight_decay must be"),
-    "unit": ({"unit": 0}, ValueError, "unit must be positive, got 0"),
-    "unit's name": ({"unit": "mean"}, TypeError, "unit must be a number, got 'mean'"),
-    "scope": ({"scope": "tensor"}, TypeError, "unexpected keyword argument 'scope'"),
-    "groups": ({"groups": {"a": 0}}, TypeError, "unexpected keyword argument 'groups'"),
-}
-UPDATE_ERRORS = {
-    "no parameters": ({"params": None}, TypeError, "got None as params"),
-    "another structure": (
-        {"updates": [jnp.ones(2)]},
-        TypeError,
-        r"the first argument of update\(\) must be a gradient with the structure",
-    ),
-    "a value beside it": ({"updates": (PARAMS, 1.0)}, TypeError, "return the gradient alone"),
-    "another shape": (
-        {"updates": {"a": jnp.ones((2, 1)), "b": jnp.ones(1)}},
-        ValueError,
-        r"\['a'\] is \(2,\), its gradient \(2, 1\)",
-    ),
-    "a state of other parameters": (
-        {"state": {"a": jnp.ones(3), "b": jnp.ones(1)}},
-        ValueError,
-        r"params do not match the structure of the optimizer state.*\(3,\).*tx.init",
-    ),
-    "a state of another tree": (
-        {"state": {"a": PARAMS["a"], "c": PARAMS["b"]}},
-        ValueError,
-        "params do not match the structure of the optimizer state.*'c'.*tx.init",
-    ),
-}
-
-
-def call(tx, updates=PARAMS, state=PARAMS, params=PARAMS):
-    return tx.update(updates, tx.init(state), params, grad_fn=lambda p: p)
-
-
-@each
-def test_a_state_of_another_mask_is_refused(name):
-    part, whole = TRANSFORMATIONS[name](mask={"a": True, "b": False}), TRANSFORMATIONS[name]()
-    for theirs, ours in ((part, whole), (whole, part)):
-        with pytest.raises(ValueError, match=r"do not match the structure.*MaskedNode.*tx\.init"):
-            ours.update(PARAMS, theirs.init(PARAMS), PARAMS, grad_fn=lambda p: p)
-
-
-@pytest.mark.parametrize(
-    ("options", "error", "message"), ARGUMENT_ERRORS.values(), ids=ARGUMENT_ERRORS
-)
-@each
-def test_arguments_are_checked(name, options, error, message):
-    with pytest.raises(error, match=message):
-        call(TRANSFORMATIONS[name](**options))
-
-
-@pytest.mark.parametrize(("options", "error", "message"), PAIRED_ERRORS.values(), ids=PAIRED_ERRORS)
-@paired
-def test_arguments_of_pairs_are_checked(name, options, error, message):
-    with pytest.raises(error, match=message):
-        call(TRANSFORMATIONS[name](**options))
-
-
-@pytest.mark.parametrize(("rate", "error", "message"), RATE_ERRORS.values(), ids=RATE_ERRORS)
-@each
-def test_what_multiplies_the_steps_is_checked(name, rate, error, message):
-    with pytest.raises(error, match=message.format(rate=RATE[name])):
-        TRANSFORMATIONS[name](**{RATE[name]: rate})
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"), UPDATE_ERRORS.values(), ids=UPDATE_ERRORS
-)
-@each
-def test_update_says_what_to_pass(name, arguments, error, message):
-    with pytest.raises(error, match=message):
-        call(TRANSFORMATIONS[name](), **arguments)

@@ -30,21 +30,9 @@ from tests.jax.jax_problems import (
 # --- one call --------------------------------------------------------------------------------
 
 
-def test_the_first_call_returns_zero_and_keeps_the_gradient():
-    params, state = walk("storm_plus", [2.0])
-    assert_trees_equal(params, PARAMS)
-    assert_trees_close(state.estimator, quadratic(PARAMS, 2.0), rtol=1e-6)
-    # |g|^2 = 36 + 64 + 4, a = 105^(-2/3), eta = (104 / a)^(-1/3)
-    a = 105 ** (-2 / 3)
-    np.testing.assert_allclose(state.gain, a, rtol=1e-6)
-    np.testing.assert_allclose(state.step_size, (104 / a) ** (-1 / 3), rtol=1e-6)
-    assert (int(state.step), int(state.moves), bool(state.started)) == (1, 0, True)
-
-
-@over(PAIRED)
-def test_the_second_evaluation_is_where_the_update_leads(name):
-    """x_{t+1} = x_t - eta_t d_t, known before the sample; grad_fn is evaluated there."""
-    tx, params = PAIRED[name](0.5), jnp.array([3.0, 4.0])
+def test_the_second_evaluation_is_where_the_update_leads():
+    """Also in bfloat16, where the sum is rounded."""
+    tx, params = storm_plus(0.5), jnp.array([3.0, 4.0], jnp.bfloat16)
     visited = []
 
     def grad_fn(p):
@@ -52,14 +40,10 @@ def test_the_second_evaluation_is_where_the_update_leads(name):
         return 2.0 * p
 
     state = tx.init(params)
-    _, state = tx.update(2.0 * params, state, params, grad_fn=grad_fn)
-    before = state
-    updates, state = tx.update(2.0 * params, state, params, grad_fn=grad_fn)
+    for _ in range(2):
+        updates, state = tx.update(2.0 * params, state, params, grad_fn=grad_fn)
+    assert (updates != 0).all()
     np.testing.assert_array_equal(visited[1], optax.apply_updates(params, updates))
-    np.testing.assert_allclose(updates, -0.5 * before.step_size * before.estimator, rtol=1e-6)
-    # Alg. 1, line 6
-    expected = 2.0 * visited[1] + (1 - before.gain) * (before.estimator - 2.0 * params)
-    np.testing.assert_allclose(state.estimator, expected, rtol=1e-6)
 
 
 def test_bfloat16_keeps_what_the_parameters_cannot():
@@ -71,45 +55,13 @@ def test_bfloat16_keeps_what_the_parameters_cannot():
     np.testing.assert_allclose(state.estimator, expected, rtol=1e-6)
 
 
-def test_storm_constants_are_checked_and_may_be_traced():
-    with pytest.raises(ValueError, match="w must be a positive finite number, got 0"):
-        storm(w=0)
-
+def test_storm_constants_may_be_traced():
     def final(theta):
         return run(storm(theta=theta), quadratic, PARAMS, CURVATURES)[0]
 
-    with pytest.raises(ValueError, match="c must be a positive finite number, got -1"):
-        jax.vmap(lambda theta: storm(theta=theta, c=-1))(jnp.ones(2))
     grid = jax.vmap(final)(jnp.array([0.1, 0.4]))
     expected, _ = walk("storm", theta=0.4)
     np.testing.assert_allclose(grid["a"][1], expected["a"], rtol=1e-6)
-
-
-UPDATE_ERRORS = {
-    "no grad_fn": ({}, TypeError, r"grad_fn = lambda p: .* got .* and None as grad_fn"),
-    "a gradient as grad_fn": ({"grad_fn": 1.0}, TypeError, "a float as grad_fn"),
-    "another structure": (
-        {"grad_fn": lambda p: {"a": p["a"]}},
-        TypeError,
-        "what grad_fn returns must be a gradient with the structure of the parameters",
-    ),
-    "value_and_grad": (
-        {"grad_fn": lambda p: (1.0, p)},
-        TypeError,
-        r"looks like \(value, gradient\): return the gradient alone",
-    ),
-    "another shape": (
-        {"grad_fn": lambda p: {"a": p["a"], "b": p["b"][0]}},
-        ValueError,
-        r"\['b'\] is \(1,\), its gradient \(\)",
-    ),
-}
-
-
-@pytest.mark.parametrize(("kwargs", "error", "message"), UPDATE_ERRORS.values(), ids=UPDATE_ERRORS)
-def test_update_says_what_grad_fn_is(kwargs, error, message):
-    with pytest.raises(error, match=message):
-        storm_plus().update(PARAMS, storm_plus().init(PARAMS), PARAMS, **kwargs)
 
 
 # --- the unit of the gradient -----------------------------------------------------------------
@@ -118,11 +70,11 @@ def test_update_says_what_grad_fn_is(kwargs, error, message):
 @over(PAIRED)
 def test_with_unit_first_the_scale_of_the_loss_does_not_matter(name):
     plain, state = walk(name, unit="first", lr=0.1)
-    for scale in (1e-6, 1e6):
+    for scale in (1e-25, 1e-6, 1e6, 1e25):  # float32 has no square of the first and the last
         scaled, scaled_state = walk(name, scale * CURVATURES, unit="first", lr=0.1)
         assert_trees_close(scaled, plain, rtol=1e-5)
         np.testing.assert_allclose(scaled_state.unit, scale * state.unit, rtol=1e-5)
-        for number in ("gain", "step_size", "sum_g_sq", "sum_d_sq_over_a"):
+        for number in ("step", "restarts", "gain", "step_size", "sum_g_sq", "sum_d_sq_over_a"):
             assert_trees_close(getattr(scaled_state, number), getattr(state, number), rtol=1e-4)
 
 
@@ -134,13 +86,6 @@ def test_unit_first_is_the_first_norm_that_is_not_zero():
     restarted = state._replace(started=jnp.zeros_like(state.started))
     _, after = walk("storm_plus", [5.0], params, restarted, unit="first")
     assert float(after.unit) == float(state.unit)
-
-
-def test_unit_first_works_where_float32_has_no_square():
-    for size in (1e-25, 1e25):
-        _, state = walk("storm_plus", size * CURVATURES, unit="first")
-        assert (int(state.step), int(state.restarts)) == (len(CURVATURES), 0)
-        np.testing.assert_allclose(state.unit, size * np.sqrt(26), rtol=1e-5)
 
 
 # --- a second gradient that is not finite ----------------------------------------------------
@@ -191,36 +136,7 @@ def test_a_second_gradient_that_is_not_finite_restarts_the_estimator():
         assert int(restarted.moves) == int(pending.moves)
 
 
-def test_apply_if_finite_does_not_see_the_second_gradient_and_does_no_harm():
-    ends = []
-    for tx in (storm_plus(), optax.apply_if_finite(storm_plus(), 3)):
-        flaky, rows = Flaky(), np.arange(20).reshape(5, 4)
-        params = flaky.problem.params(jnp.float32)
-        state, step = tx.init(params), step_of(tx, flaky)
-        for row, bad in zip(rows, [0.0, 0.0, np.nan, 0.0, 0.0]):
-            params, state = step(params, state, (row, bad, params))
-        ends.append(params)
-        assert_finite(params)
-    assert_trees_close(*ends, rtol=1e-5, atol=1e-6)
-
-
-def test_a_restart_at_will():
-    params, state = walk("storm_plus")
-    state = state._replace(started=jnp.zeros_like(state.started))
-    same, again = walk("storm_plus", [2.0], params, state)
-    assert_trees_equal(same, params)
-    assert_trees_close(again.estimator, quadratic(params, 2.0), rtol=1e-6)
-    assert int(again.step) == len(CURVATURES) + 1
-
-
 # --- norms and sums --------------------------------------------------------------------------
-
-
-def first_sum(g):
-    tx = storm_plus()
-    _, state = jax.jit(lambda s: tx.update(g, s, g, grad_fn=lambda p: g))(tx.init(g))
-    assert int(state.step) == 1
-    return float(state.sum_g_sq.value)
 
 
 def test_after_a_gradient_beyond_float32_the_run_goes_on():
@@ -232,33 +148,31 @@ def test_after_a_gradient_beyond_float32_the_run_goes_on():
     np.testing.assert_array_less(state.sum_g_sq.total, 15 + 1e-3)
 
 
-@pytest.mark.long
-def test_the_norm_of_many_float32_elements():
-    """A plain float32 sum stops growing at 2^24 equal terms."""
-    exact = 2**25 * float(np.float64(np.float32(0.1))) ** 2
-    np.testing.assert_allclose(first_sum(jnp.full(2**25, 0.1)), exact, rtol=5e-7)
+MANY_LEAVES = [np.full(1 + k % 7, 0.1 * (k + 1), np.float32) for k in range(100)]
+# Gradients, and whether jax has float64.
+NORMS = [
+    # A plain float32 sum stops growing at 2^24 equal terms.
+    pytest.param(lambda: jnp.full(2**25, 0.1), False, marks=pytest.mark.long),
+    pytest.param(lambda: MANY_LEAVES, False, marks=pytest.mark.long),
+    # 300^2 is beyond float16, and 1e5 terms beyond what bfloat16 can count.
+    (lambda: jnp.full(100_000, 300.0, jnp.float16), False),
+    (lambda: jnp.full(100_000, 300.0, jnp.bfloat16), False),
+    # 1e25 is a float32, its square is not.
+    (lambda: jnp.full(10, 1e25, jnp.float32), True),
+    (lambda: jnp.full(20_000, 1e25, jnp.float32), True),
+]
 
 
-@pytest.mark.long
-def test_the_norm_over_many_leaves():
-    leaves = [np.full(1 + k % 7, 0.1 * (k + 1), np.float32) for k in range(100)]
-    exact = sum(float(np.sum(np.asarray(leaf, np.float64) ** 2)) for leaf in leaves)
-    np.testing.assert_allclose(first_sum(leaves), exact, rtol=1e-6)
-
-
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-def test_narrow_gradients_are_squared_in_float32(dtype):
-    """300^2 is beyond float16, and 1e5 terms beyond what bfloat16 can count."""
-    g = jnp.full(100_000, 300.0, dtype)
-    np.testing.assert_allclose(first_sum(g), 1e5 * float(g[0]) ** 2, rtol=1e-6)
-
-
-@pytest.mark.usefixtures("x64")
-@pytest.mark.parametrize("n", [10, 20_000])
-def test_with_x64_float32_gradients_are_squared_in_float64(n):
-    """1e25 is a float32, its square is not."""
-    g = jnp.full(n, 1e25, jnp.float32)
-    np.testing.assert_allclose(first_sum(g), n * float(g[0]) ** 2, rtol=1e-12)
+@pytest.mark.parametrize(("make", "with_x64"), NORMS)
+def test_the_sum_of_squares(make, with_x64, request):
+    if with_x64:
+        request.getfixturevalue("x64")
+    g = make()
+    exact = sum(float(np.sum(np.asarray(leaf, np.float64) ** 2)) for leaf in jax.tree.leaves(g))
+    tx = storm_plus()
+    _, state = jax.jit(lambda s: tx.update(g, s, g, grad_fn=lambda p: g))(tx.init(g))
+    assert int(state.step) == 1
+    np.testing.assert_allclose(state.sum_g_sq.value, exact, rtol=1e-12 if with_x64 else 5e-7)
 
 
 def test_the_compiled_float32_sum_is_compensated():
@@ -271,34 +185,6 @@ def test_the_compiled_float32_sum_is_compensated():
 
 
 # --- what may not stand around them ----------------------------------------------------------
-
-
-HOLES = {
-    "masked": lambda tx: optax.masked(tx, {"a": True, "b": False}),
-    "partition": lambda tx: optax.partition({0: tx, 1: optax.sgd(0.1)}, {"a": 0, "b": 1}),
-    "selective_transform": lambda tx: optax.transforms.selective_transform(
-        tx, freeze_mask={"a": False, "b": True}
-    ),
-}
-
-
-@pytest.mark.parametrize("wrap", HOLES.values(), ids=HOLES)
-@over(PAIRED)
-def test_trees_with_holes_raise(name, wrap):
-    """The error is the line to write."""
-    with pytest.raises(TypeError, match=r"holes.*write `\w+\(mask=\{.*\}\)`") as caught:
-        wrap(PAIRED[name]()).init(PARAMS)
-    line = str(caught.value).split("`")[1]
-    assert line == f"{name}(mask={{'a': True, 'b': False}})"
-    state = eval(line, dict(PAIRED)).init(PARAMS)
-    assert len(jax.tree.leaves(state.estimator)) == 1
-
-
-def test_a_wrapper_that_drops_the_extra_argument_raises():
-    inner = storm_plus()
-    tx = optax.GradientTransformation(inner.init, lambda g, s, p=None: inner.update(g, s, p))
-    with pytest.raises(TypeError, match="None as grad_fn"):
-        optax.chain(tx).update(PARAMS, (tx.init(PARAMS),), PARAMS, grad_fn=lambda p: p)
 
 
 def test_clipping_before_it_in_a_chain_clips_one_gradient_of_the_two():
