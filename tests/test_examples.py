@@ -77,6 +77,15 @@ def test_your_model_side_by_side(tmp_path):
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+NEEDS = {
+    "jax_scan_dropout.py": ["optax"],
+    "jax_flax_nnx.py": ["optax", "flax"],
+    "jax_equinox.py": ["optax", "equinox"],
+    "untuned_jax_nnx.py": ["optax", "flax", "orbax.checkpoint"],
+    "untuned_jax_equinox.py": ["optax", "equinox", "orbax.checkpoint"],
+}
+
+
 @pytest.mark.parametrize(
     ("name", "options", "said", "accuracy"),
     [
@@ -86,9 +95,23 @@ def test_your_model_side_by_side(tmp_path):
         ("compiled.py", ("--samples", 40), "40 samples, 79 evaluations", 0.7),
         ("compiled.py", ("--samples", 40, "--untuned"), "40 samples, 40 evaluations", 0.7),
         ("untuned_plain.py", ("--epochs", 3), "132 steps, 132 gradients", 0.85),
+        (
+            "jax_scan_dropout.py",
+            (),
+            r"moves 599, skipped 0\n.*\ntrain accuracy (0\.9[789]|1).*\nuniform iterate of 600",
+            0.75,
+        ),
+        ("jax_flax_nnx.py", (), "steps 300", 0.95),
+        ("jax_equinox.py", (), "steps 300", 0.95),
+        ("untuned_jax_nnx.py", (), "steps 300", 0.97),  # also resumes
+        ("untuned_jax_equinox.py", (), "steps 300", 0.97),
     ],
 )
-def test_training_loop(name, options, said, accuracy):
+def test_training_loop(name, options, said, accuracy, monkeypatch):
+    for module in NEEDS.get(name, ()):
+        pytest.importorskip(module)
+    if name in NEEDS:
+        monkeypatch.setenv("PYTHONWARNINGS", "error")
     out = run(name, *options)
     assert re.search(said, out)
     if accuracy is not None:

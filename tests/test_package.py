@@ -10,7 +10,7 @@ import pytest
 import stormplus
 
 ROOT = Path(__file__).parents[1]
-FRAMEWORKS = ("torch", "jax", "sklearn", "matplotlib", "benchopt", "rich", "click")
+FRAMEWORKS = ("torch", "jax", "optax", "sklearn", "matplotlib", "benchopt", "rich", "click")
 MODULES = ("stormplus.theory", "stormplus.theory.problems", "stormplus.theory.rivals")
 
 
@@ -18,11 +18,19 @@ def run(code):
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-def test_importing_imports_no_framework():
-    out = run(
-        f"import sys, stormplus, {', '.join(MODULES)}; stormplus.minimize; "
-        f"print([name for name in {FRAMEWORKS} if name in sys.modules])"
-    )
+@pytest.mark.parametrize(
+    ("use", "unwanted"),
+    [
+        ("import stormplus; stormplus.minimize(lambda x, xi: x, [1.0], None, 2)", FRAMEWORKS),
+        (f"import {', '.join(MODULES)}", FRAMEWORKS),
+        ("import stormplus.jax", ("torch", "scipy.optimize", "stormplus.reference")),
+    ],
+    ids=["reference", "theory", "jax"],
+)
+def test_importing_imports_no_other_framework(use, unwanted):
+    if use == "import stormplus.jax":
+        pytest.importorskip("optax")
+    out = run(f"{use}; import sys; print([name for name in {unwanted} if name in sys.modules])")
     assert out.stdout.strip() == "[]", out.stderr
 
 
@@ -30,6 +38,8 @@ def test_importing_imports_no_framework():
     ("missing", "use", "extra"),
     [
         ("torch", "import stormplus; stormplus.StormPlus", "torch"),
+        ("jax", "import stormplus.jax", "jax"),
+        ("optax", "import stormplus.jax", "jax"),
         ("torch", "from stormplus.theory.problems import *; BoundedNonConvex().module()", "torch"),
         ("sklearn", "from stormplus.theory.problems import *; breast_cancer()", "theory"),
         ("matplotlib", "from stormplus.theory import Observer; Observer().plot()", "theory"),
