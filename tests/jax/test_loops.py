@@ -12,52 +12,48 @@ import optax
 
 from stormplus.jax import accumulate, storm_plus, uniform_iterate, verify
 from tests.jax.jax_problems import (
-    CURVATURES,
     PARAMS,
     Regression,
     assert_trees_close,
     assert_trees_equal,
+    quadratic,
     run,
     step_of,
-    walk,
 )
 
 # --- verify ----------------------------------------------------------------------------------
 
 
-def first_state(tx, params, handed_over, returned):
-    _, state = tx.update(handed_over, tx.init(params), params, grad_fn=lambda p: returned)
-    return state
+X = jnp.arange(1.0, 50.0)
+DROPOUT = [jax.random.bernoulli(jax.random.key(k), 0.5, X.shape) for k in range(2)]
+CLIP, SIGN = optax.clip_by_global_norm(0.1), optax.scale_by_sign()
+# Two gradients at one point that are not of one sample, and a transform of both.
+DIFFERENT = {
+    "a key drawn inside grad_fn": (X * DROPOUT[0], X * DROPOUT[1], None),
+    "the first is zero": (0 * X, X, None),
+    "turned around": (X, -X, None),
+    # Their squares are no float32; clipped or signed, two gradients have one norm.
+    "1e-20, turned around": (1e-20 * X, -1e-20 * X, None),
+    "1e-37, turned around": (jnp.full(3, 1e-37), jnp.full(3, -1e-37), None),
+    "clipped": (X, X[::-1], CLIP),
+    "signed": (X - 25, X[::-1] - 25, SIGN),
+}
 
 
-def test_verify_accepts_one_sample():
-    _, state = walk("storm_plus", CURVATURES[:1])
+@pytest.mark.parametrize(("first", "second", "transform"), DIFFERENT.values(), ids=DIFFERENT)
+def test_verify_compares_the_first_two_gradients(first, second, transform):
+    tx, params = storm_plus(gradient_transform=transform), jnp.ones_like(first)
+    _, state = tx.update(first, tx.init(params), params, grad_fn=lambda p: first)
     verify(state)
     assert float(state.mismatch) == 0
-
-
-def test_verify_finds_a_key_drawn_inside_grad_fn():
-    """Dropout with a fresh key at each evaluation: two samples, not one."""
-    params = jnp.arange(1.0, 50.0)
-    masks = (jax.random.bernoulli(jax.random.key(k), 0.5, params.shape) for k in range(2))
-    state = first_state(storm_plus(), params, *(2 * params * mask for mask in masks))
-    with pytest.raises(RuntimeError, match="close over the batch and the key"):
+    _, state = tx.update(first, tx.init(params), params, grad_fn=lambda p: second)
+    first, second = np.asarray(first, np.float64), np.asarray(second, np.float64)
+    mismatch = np.linalg.norm(second - first) / (np.linalg.norm(first) or 1)
+    np.testing.assert_allclose(state.mismatch, mismatch, rtol=1e-6)
+    with pytest.raises(
+        RuntimeError, match=r"differ at one point.*close over the batch and the key"
+    ):
         verify(state)
-
-
-def test_verify_sees_zero_gradients():
-    zero = jax.tree.map(jnp.zeros_like, PARAMS)
-    verify(first_state(storm_plus(), PARAMS, zero, zero))
-    with pytest.raises(RuntimeError, match="differ at one point"):
-        verify(first_state(storm_plus(), PARAMS, zero, PARAMS))
-
-
-@pytest.mark.parametrize("size", [1e-37, 1e-20, 1.0])
-def test_verify_sees_gradients_whose_squares_are_no_float32(size):
-    g = jax.tree.map(lambda p: jnp.full_like(p, size), PARAMS)
-    verify(first_state(storm_plus(), PARAMS, g, g))
-    with pytest.raises(RuntimeError, match="differ at one point, by 2 relatively"):
-        verify(first_state(storm_plus(), PARAMS, g, jax.tree.map(jnp.negative, g)))
 
 
 def test_verify_needs_a_step():
@@ -65,19 +61,6 @@ def test_verify_needs_a_step():
         verify(storm_plus().init(PARAMS))
     with pytest.raises(ValueError, match="no StormState in ScaleByAdamState"):
         verify(optax.scale_by_adam().init(PARAMS))
-
-
-@pytest.mark.parametrize("how", ["clip", "sign", "turned around"])
-def test_verify_is_not_fooled_by_equal_norms(how):
-    # Clipped or signed, two gradients have one norm; and -g has that of g.
-    params = {"w": jnp.array([1.0, 2.0, -3.0])}
-    transform = {"clip": optax.clip_by_global_norm(0.1), "sign": optax.scale_by_sign()}.get(how)
-    tx = storm_plus(gradient_transform=transform)
-    first = {"w": jnp.array([3.0, -1.0, 2.0])}
-    other = jax.tree.map(jnp.negative, first) if how == "turned around" else {"w": first["w"][::-1]}
-    with pytest.raises(RuntimeError, match="differ at one point"):
-        verify(first_state(tx, params, first, other))
-    verify(first_state(tx, params, first, first))
 
 
 # --- accumulate ------------------------------------------------------------------------------
@@ -153,16 +136,18 @@ def test_accumulate_evaluates_one_micro_batch_at_a_time():
 
 
 @pytest.mark.parametrize(
-    "batches", [(), jnp.ones((0, 2)), jnp.ones(()), (jnp.ones(3), jnp.ones(4))]
+    ("grad_fn", "batches", "error", "message"),
+    [
+        (1.0, jnp.ones(2), TypeError, r"function of \(params, batch\), got 1.0"),
+        (quadratic, (), ValueError, "first axis of every leaf.*shapes"),
+        (quadratic, jnp.ones((0, 2)), ValueError, "at least 1; got the shapes"),
+        (quadratic, jnp.ones(()), ValueError, "first axis of every leaf.*shapes"),
+        (quadratic, (jnp.ones(3), jnp.ones(4)), ValueError, "of one length.*shapes"),
+    ],
 )
-def test_accumulate_says_what_batches_must_be(batches):
-    with pytest.raises(ValueError, match=r"along the first axis of every leaf.*shapes"):
-        accumulate(lambda p, b: p, batches)
-
-
-def test_accumulate_needs_a_function():
-    with pytest.raises(TypeError, match=r"function of \(params, batch\), got 1.0"):
-        accumulate(1.0, jnp.ones(2))
+def test_bad_arguments_of_accumulate(grad_fn, batches, error, message):
+    with pytest.raises(error, match=message):
+        accumulate(grad_fn, batches)
 
 
 # --- uniform_iterate -------------------------------------------------------------------------
