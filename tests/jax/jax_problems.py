@@ -1,4 +1,4 @@
-"""What the tests of the JAX backend optimise, how they step, and the table of optimizers."""
+"""What the tests of the JAX backend optimize, how they step, and the table of optimizers."""
 
 import functools
 

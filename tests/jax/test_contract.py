@@ -429,7 +429,7 @@ def test_decoupled_weight_decay_shrinks_at_the_move_alone(name):
 
 @each
 def test_a_gradient_transform_is_as_if_the_gradient_were_so(name):
-    """On the optimised leaves alone, each gradient with the parameters of its point."""
+    """On the optimized leaves alone, each gradient with the parameters of its point."""
     transform = optax.chain(optax.clip_by_global_norm(1.0), optax.add_decayed_weights(0.1))
 
     def by_hand(p, sample):
