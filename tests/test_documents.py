@@ -6,7 +6,8 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from pages import ROOT, blocks_of, run_page
+
+from tests.support.pages import ROOT, blocks_of, run_page
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]

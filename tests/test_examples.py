@@ -5,8 +5,9 @@ import re
 from pathlib import Path
 
 import pytest
-from pages import ROOT
-from pages import run_example as run
+
+from tests.support.pages import ROOT
+from tests.support.pages import run_example as run
 
 pytestmark = pytest.mark.long
 

@@ -5,10 +5,10 @@ import sys
 
 import numpy as np
 import pytest
-from oracle import Group, algorithm_1
 
 from stormplus import minimize
 from stormplus.rules import StormPlusRule, StormRule
+from tests.support.oracle import Group, algorithm_1
 
 METHODS = (
     "storm+", "simplified-storm+", "storm", "meta-storm-sg", "meta-storm-na", "normalized-storm",

@@ -4,7 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from untuned_oracle import untuned_run
+
+from tests.support.untuned_oracle import untuned_run
 
 
 def run_and_step_sizes(grad, x1, steps):

@@ -3,10 +3,10 @@
 import gzip
 from pathlib import Path
 
-import bench_data as small
 import numpy as np
 import pytest
 from click.testing import CliRunner
+from tests.support import bench_data as small
 
 from stormplus_bench import data
 from stormplus_bench.commands.data import data as command

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from bench_rows import frame_of, hand_made, make_row, write_rows
 from click.testing import CliRunner
+from tests.support.bench_rows import frame_of, hand_made, make_row, write_rows
 
 from stormplus_bench import page, rows, tables
 from stormplus_bench.commands.report import read, read_step_times, report

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from bench_rows import make_row, write_rows
+from tests.support.bench_rows import make_row, write_rows
 
 from stormplus_bench import rows
 

@@ -4,7 +4,7 @@ import math
 
 import pandas as pd
 import pytest
-from bench_rows import frame_of, hand_made, make_row
+from tests.support.bench_rows import frame_of, hand_made, make_row
 
 from stormplus_bench import finals, profiles, scores
 

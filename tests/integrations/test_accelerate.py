@@ -9,8 +9,8 @@ import torch
 pytest.importorskip("accelerate")
 
 from accelerate import Accelerator
-from accelerate_cases import closure_for
-from trainer_cases import (
+from tests.support.accelerate_cases import closure_for
+from tests.support.trainer_cases import (
     ROWS,
     Run,
     assert_same_runs,

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from trainer_cases import SAMPLES, assert_same_runs, data, loss_of, network, plain_run
+from tests.support.trainer_cases import SAMPLES, assert_same_runs, data, loss_of, network, plain_run
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.integrations import factories

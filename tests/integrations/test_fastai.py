@@ -7,9 +7,16 @@ import torch
 
 pytest.importorskip("fastai")
 
-import trainer_cases
-from fastai_cases import AMPMode, Callback, Watch, again, fastai
-from trainer_cases import BATCHES, ROWS, Run, assert_same_states, plain_run, warnings_with
+from tests.support import trainer_cases
+from tests.support.fastai_cases import AMPMode, Callback, Watch, again, fastai
+from tests.support.trainer_cases import (
+    BATCHES,
+    ROWS,
+    Run,
+    assert_same_states,
+    plain_run,
+    warnings_with,
+)
 
 from stormplus import SimplifiedStormPlus, StormPlus, Untuned
 

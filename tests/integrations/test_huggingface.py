@@ -8,9 +8,9 @@ import torch
 
 pytest.importorskip("transformers")
 
-import trainer_cases
-from huggingface_cases import Model, arguments, rows
-from trainer_cases import (
+from tests.support import trainer_cases
+from tests.support.huggingface_cases import Model, arguments, rows
+from tests.support.trainer_cases import (
     BATCHES,
     SAMPLES,
     assert_at_average,

@@ -10,8 +10,8 @@ import torch
 if importlib.util.find_spec("keras") is None:
     pytest.skip("keras is not installed", allow_module_level=True)
 
-import trainer_cases
-from keras_cases import (
+from tests.support import trainer_cases
+from tests.support.keras_cases import (
     FEATURES,
     Model,
     StormPlusModelMixin,
@@ -22,7 +22,7 @@ from keras_cases import (
     keras_network,
     plain_keras,
 )
-from trainer_cases import (
+from tests.support.trainer_cases import (
     BATCHES,
     ROWS,
     SAMPLES,

@@ -9,14 +9,13 @@ import torch
 
 pytest.importorskip("lightning")
 
-import trainer_cases
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.tuner import Tuner
-from lightning_cases import QUIET, Manual, Module, Validated, half_plugin, loader
-from torch.utils.data import DataLoader, TensorDataset
-from trainer_cases import (
+from tests.support import trainer_cases
+from tests.support.lightning_cases import QUIET, Manual, Module, Validated, half_plugin, loader
+from tests.support.trainer_cases import (
     BATCHES,
     ROWS,
     Run,
@@ -30,6 +29,7 @@ from trainer_cases import (
     snapshot,
     untuned_run,
 )
+from torch.utils.data import DataLoader, TensorDataset
 
 from stormplus import Untuned
 from stormplus.integrations.lightning import StormPlusCallback, UntunedCallback

@@ -1,8 +1,8 @@
 """Loggers return the numbers of `diagnostics()`."""
 
 import pytest
-from pages import run_example
-from trainer_cases import plain_run
+from tests.support.pages import run_example
+from tests.support.trainer_cases import plain_run
 
 
 def test_mlflow(tmp_path, monkeypatch):

@@ -9,12 +9,12 @@ import torch
 
 pytest.importorskip("skorch")
 
-import trainer_cases
 from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.callbacks import Callback
-from skorch_cases import Net
-from trainer_cases import (
+from tests.support import trainer_cases
+from tests.support.skorch_cases import Net
+from tests.support.trainer_cases import (
     BATCHES,
     SAMPLES,
     assert_at_average,

@@ -5,8 +5,8 @@ import sys
 
 import pytest
 import torch
-from pages import run_example
-from trainer_cases import (
+from tests.support.pages import run_example
+from tests.support.trainer_cases import (
     BATCHES,
     EPOCHS,
     FLOAT32_ONLY,

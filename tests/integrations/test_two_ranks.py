@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from pages import ROOT
+from tests.support.pages import ROOT
+from tests.support.trainer_cases import ROWS, data, fit, plain_run
 from torch import distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
-from trainer_cases import ROWS, data, fit, plain_run
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
 
@@ -28,7 +28,7 @@ SETTINGS = {"batches": 16, "epochs": 1, "dropout": 0.0, "setup": without_statist
 @pytest.mark.parametrize("name", ["huggingface", "accelerate", "lightning"])
 def test_equals_one_process_on_both_ranks_rows(tmp_path, name, accumulate):
     pytest.importorskip({"huggingface": "transformers"}.get(name, name))
-    paths = [str(ROOT / "tests" / "support"), os.environ.get("PYTHONPATH", "")]
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
     env = os.environ | {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [*TORCHRUN, __file__, str(tmp_path), name, str(accumulate)]
     subprocess.run(command, env=env, check=True, timeout=300)

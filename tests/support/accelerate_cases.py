@@ -7,9 +7,9 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
-from trainer_cases import BATCHES, ROWS, data, loss_of, snapshot
 
 from stormplus.integrations.accelerate import prepare
+from tests.support.trainer_cases import BATCHES, ROWS, data, loss_of, snapshot
 
 
 def closure_for(accelerator, model, opt, x, y, half=None):

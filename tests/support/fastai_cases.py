@@ -3,7 +3,8 @@
 import warnings
 
 import torch
-from trainer_cases import BATCHES, ROWS, distance, snapshot
+
+from tests.support.trainer_cases import BATCHES, ROWS, distance, snapshot
 
 with warnings.catch_warnings():
     # fastai's own, while it is imported: so the tests take its names from here

@@ -4,10 +4,10 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from trainer_cases import BATCHES, ROWS, data, loss_of, snapshot
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from stormplus.integrations.huggingface import StormPlusTrainer, UntunedCallback
+from tests.support.trainer_cases import BATCHES, ROWS, data, loss_of, snapshot
 
 
 class Model(nn.Module):

@@ -3,9 +3,18 @@
 import os
 
 import torch
-from trainer_cases import BATCHES, EPOCHS, ROWS, Run, Settings, data, distance, snapshot
 
 from stormplus import StormPlus
+from tests.support.trainer_cases import (
+    BATCHES,
+    EPOCHS,
+    ROWS,
+    Run,
+    Settings,
+    data,
+    distance,
+    snapshot,
+)
 
 os.environ["KERAS_BACKEND"] = "torch"
 import keras

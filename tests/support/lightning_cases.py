@@ -7,11 +7,11 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
-from trainer_cases import BATCHES, ROWS, loss_of, snapshot
 
 from stormplus import same_sample
 from stormplus.integrations.lightning import StormPlusCallback, UntunedCallback
 from stormplus.versions import release
+from tests.support.trainer_cases import BATCHES, ROWS, loss_of, snapshot
 
 # Older ones load a checkpoint as torch does by default, and take no such argument.
 SAFELY = {"weights_only": True} if release("lightning") >= (2, 6) else {}

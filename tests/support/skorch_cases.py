@@ -7,9 +7,9 @@ import torch
 from skorch.callbacks import Callback, Checkpoint, GradientNormClipping, LRScheduler
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from trainer_cases import BATCHES, ROWS, Network, data, distance, snapshot
 
 from stormplus.integrations.skorch import StormPlusNetMixin
+from tests.support.trainer_cases import BATCHES, ROWS, Network, data, distance, snapshot
 
 
 class Net(StormPlusNetMixin, skorch.NeuralNet):

@@ -135,7 +135,7 @@ class Settings:
 
 
 def adapter(name):
-    return importlib.import_module(f"{name}_cases")
+    return importlib.import_module(f"tests.support.{name}_cases")
 
 
 def fit(name, folder=None, *callbacks, **settings):

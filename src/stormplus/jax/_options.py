@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeAlias
 
@@ -47,11 +47,6 @@ class Options:
                 "gradient_transform must be an optax transformation without state, such as "
                 f"optax.clip_by_global_norm(1.0), got {tx!r}"
             )
-
-    @classmethod
-    def from_arguments(cls, arguments: dict[str, Any]) -> Options:
-        """Take the options from a function's arguments: `locals()`, which may have more."""
-        return cls(**{field.name: arguments[field.name] for field in fields(cls)})
 
     def lr_at(self, moves: jax.Array) -> Any:
         """Return the lr of the next move, after `moves` of them."""

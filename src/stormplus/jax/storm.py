@@ -113,7 +113,16 @@ def storm_plus(
         gradient_transform: A stateless optax transformation such as clipping, applied to
             both gradients of the optimized leaves, before the weight decay.
     """
-    return _paired("storm_plus", StormPlusRule(), Options.from_arguments(locals()))
+    options = Options(
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
+    )
+    return _paired("storm_plus", StormPlusRule(), options)
 
 
 def simplified_storm_plus(
@@ -127,9 +136,16 @@ def simplified_storm_plus(
     gradient_transform: optax.GradientTransformation | None = None,
 ) -> optax.GradientTransformationExtraArgs:
     """Simplified STORM+, Sec. 4.2: a_{t+1} = t^(-2/3). The arguments are `storm_plus`'s."""
-    return _paired(
-        "simplified_storm_plus", SimplifiedStormPlusRule(), Options.from_arguments(locals())
+    options = Options(
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
     )
+    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), options)
 
 
 def storm(
@@ -152,8 +168,16 @@ def storm(
     factor of the gain, `smoothness` the L of the objective, all positive. The other
     arguments are `storm_plus`'s.
     """
-    rule = StormRule(theta, w, c, smoothness)  # type: ignore[arg-type]
-    return _paired("storm", rule, Options.from_arguments(locals()))
+    options = Options(
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
+    )
+    return _paired("storm", StormRule(theta, w, c, smoothness), options)  # type: ignore[arg-type]
 
 
 def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:
