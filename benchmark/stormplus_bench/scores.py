@@ -6,20 +6,12 @@
 
 with `best` the lowest final loss of any method at any lr. 0 is as good as the best tuned method,
 1 is no better than the initial loss, inf is divergence.
-
-**Wins, ties, losses.** A method wins on a workload if all of its final losses over seeds lie below
-all of the rival's, and the medians differ by more than `TOLERANCE` of the achievable reduction.
-Neither a win nor a loss is a tie. A method that diverges in half of its runs or more loses
-against one that does not.
 """
 
-import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals
 from stormplus_bench.profiles import targets, time_to_target
-
-TOLERANCE = 0.01
 
 
 def gap(frame: pd.DataFrame, ends: pd.DataFrame | None = None) -> pd.DataFrame:
@@ -58,26 +50,6 @@ def gap_map(gaps: pd.DataFrame) -> pd.DataFrame:
     mean = mean_gap(gaps)["mean"]
     grid = gaps.pivot(index="method", columns="workload", values="gap").reindex(mean.index)
     return 100 * grid.assign(mean=mean)
-
-
-def wins_ties_losses(frame: pd.DataFrame, method: str, *, best_lr: bool = False) -> pd.DataFrame:
-    """Return workload, rival and outcome ("win", "tie" or "loss" of `method`).
-
-    Both are at their defaults, or at their best lr. Workloads that one of them did not run are
-    left out, and with `best_lr` those that one of them ran at a single lr.
-    """
-    ends = finals.at_lr(frame, best_lr=best_lr)
-    mine, others = ends[ends["method"] == method], ends[ends["method"] != method]
-    pairs = mine.merge(others, on="workload", suffixes=("", "_rival"))
-    achievable = (finals.initial_loss(frame) - finals.best_loss(frame)).clip(lower=0.0)
-    margin = pairs["workload"].map(TOLERANCE * achievable).astype(float)
-    lead = pairs["loss_rival"] - pairs["loss"]  # nan, a tie, if both diverged
-    diverged = np.isinf(lead)  # one of them: the seeds that did not diverge do not count
-    win = (lead > margin) & (diverged | (pairs["high"] < pairs["low_rival"]))
-    loss = (-lead > margin) & (diverged | (pairs["high_rival"] < pairs["low"]))
-    outcome = np.select([win, loss], ["win", "loss"], "tie")
-    pairs = pairs.rename(columns={"method_rival": "rival"})
-    return pairs[["workload", "rival"]].assign(outcome=outcome)
 
 
 def results(frame: pd.DataFrame) -> pd.DataFrame:

@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, scores
-from stormplus_bench.methods import COMPARED, METHODS, NO_RATE, OURS, TIERS, ordered
+from stormplus_bench.methods import COMPARED, METHODS, NO_RATE, TIERS, ordered
 from stormplus_bench.profiles import performance_profile
 
 
@@ -129,7 +129,6 @@ def all_tables(frame: pd.DataFrame, step_times: Mapping[str, float]) -> list[Tab
     found = [
         readme_table(frame, step_times),
         gap_table(frame),
-        wins_table(frame),
         scores_table(frame),
         validation_table(_validated(frame)),
         results_table(frame),
@@ -199,26 +198,6 @@ def gap_table(frame: pd.DataFrame) -> Table:
         "mean over the networks that have one."
     )
     return Table("gap", caption, grid, formats)
-
-
-def wins_table(frame: pd.DataFrame) -> Table:
-    """Return wins, ties and losses of README's own methods against those of others."""
-    columns = {}
-    for method in (name for name in OURS if name in COMPARED and name in set(frame["method"])):
-        for best_lr, name in ((False, "default"), (True, "best lr")):
-            duels = scores.wins_ties_losses(frame, method, best_lr=best_lr)
-            duels = duels[~duels["rival"].isin(OURS)]
-            if len(duels):
-                counts = pd.crosstab(duels["rival"], duels["outcome"])
-                counts = counts.reindex(columns=["win", "tie", "loss"], fill_value=0)
-                columns[f"{method}, {name}"] = counts.astype(str).agg(" / ".join, axis=1)
-    table = pd.DataFrame(columns, dtype="str").fillna("").rename_axis("against")
-    caption = (
-        "Wins / ties / losses over the workloads, all methods at their default lr or all at their "
-        "best lr (methods run at one lr are left out there). A win: every seed ends below every "
-        f"seed of the other, by more than {scores.TOLERANCE:.0%} of the achievable reduction."
-    )
-    return Table("wins", caption, table.reindex(ordered(table.index)))
 
 
 def scores_table(frame: pd.DataFrame) -> Table:

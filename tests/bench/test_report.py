@@ -113,10 +113,7 @@ def test_tables_are_printed_for_other_programs(tmp_path, option, start):
         gaps = {line["method"]: line["a"] for line in found["gap"]}
         assert gaps["STORM+"] == pytest.approx(150 / 9.5)
         # README's table has none of these workloads, and would be empty.
-        assert set(found) == {"gap", "wins", "scores", "validation", "results"}
-        # Default: a: 1..3 against 4..4; b: 1 against 0.5; Adam's medians are inf. Best lr: only a.
-        wins = {"against": "SGD", "STORM+, default": "1 / 0 / 1", "STORM+, best lr": "0 / 1 / 0"}
-        assert wins in found["wins"]
+        assert set(found) == {"gap", "scores", "validation", "results"}
     else:
         assert r"50\%\_\&" in result.stdout
         assert "tab:table" not in result.stdout

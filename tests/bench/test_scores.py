@@ -101,37 +101,6 @@ def test_a_method_that_did_not_run_every_workload_has_no_rank():
     assert list(mean["workloads"]) == [2, 2, 1]
 
 
-@pytest.mark.parametrize(
-    ("ours", "theirs", "outcome"),
-    [
-        ([0.0], [1.0], "win"),
-        ([1.0], [0.0], "loss"),
-        ([0.0], [0.09], "tie"),  # the margin is 1 % of 10 - 0
-        ([0.0], [0.11], "win"),
-        ([0.0, 4.0], [3.0, 9.0], "tie"),  # overlap
-        ([0.0, 2.9], [3.0, 9.0], "win"),
-        ([INF, 1.0], [5.0, 5.0], "loss"),  # half diverged
-        ([INF, 1.0, 1.0], [5.0, 5.0, 5.0], "tie"),  # the median is 1, but a seed is above all
-        ([INF], [INF], "tie"),
-        ([1e-20], [1e20], "win"),
-    ],
-)
-def test_what_counts_as_a_win(ours, theirs, outcome):
-    found = [
-        make_row([10, e], method=m, seed=s, status="diverged" if e == INF else "done")
-        for m, ends in (("STORM+", ours), ("Adam", theirs))
-        for s, e in enumerate(ends)
-    ]
-    assert scores.wins_ties_losses(frame_of(found), "STORM+")["outcome"].item() == outcome
-
-
-def test_at_the_best_lr_methods_with_one_lr_are_left_out(frame):
-    # a: Adam ran one lr; 1..3 against 0..1 is a tie. b: every method ran one lr.
-    duels = scores.wins_ties_losses(frame, "STORM+", best_lr=True)
-    assert duels.to_numpy().tolist() == [["a", "SGD", "tie"]]
-    assert scores.wins_ties_losses(frame, "Adam", best_lr=True).empty
-
-
 def test_results_have_a_line_for_each_workload_and_method(frame):
     table = scores.results(frame)
     assert len(table) == 6

@@ -45,7 +45,7 @@ def report(  # noqa: PLR0917
       table.csv     one line per workload and method
 
     With --readme, each table replaces the text between the lines <!-- NAME:begin --> and
-    <!-- NAME:end --> of that file. NAME is table, gap, wins, scores, validation or results.
+    <!-- NAME:end --> of that file. NAME is table, gap, scores, validation or results.
 
     \b
     Examples:
