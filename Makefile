@@ -77,13 +77,14 @@ docs: $(READY_DOCS) out/report/index.html  ## build the site in ./site, with the
 report: $(READY)  ## write the report and the tables in README and docs from the committed rows
 	$(BIN)/stormplus report $(ROWS) --output out/report --home ../index.html --readme README.md \
 		--readme docs/benchmark.md --step-times docs/results/step_time.json
-	cp out/report/figures/gap_at_defaults.png docs/figures/
+	cp out/report/gap_at_defaults.png docs/figures/
 
 untuned: $(READY)  ## write the study's tables and figure from the committed rows
 	$(BIN)/python research/untuned_study.py
 
 long: $(READY)  ## write the tables of the long runs from the committed rows
-	$(BIN)/python benchmark/scripts/long.py
+	$(BIN)/stormplus report --tuned docs/results/long.jsonl.gz docs/results/long-held-out.jsonl.gz \
+		--output out/long --readme docs/benchmark.md
 
 paper: $(READY)  ## the paper's experiment on 10,000 images, 18 CPU hours (needs CIFAR-10)
 	$(BIN)/python research/paper_experiment.py

@@ -1,6 +1,6 @@
 """The figures for print: pure functions of the frame that `rows.load` returns."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,6 @@ def curves_grid(
     frame: pd.DataFrame,
     *,
     best_lr: bool = False,
-    methods: Sequence[str] | None = None,
     each: str | None = None,
 ) -> Figure:
     """Draw the training loss against gradient evaluations, one panel per workload.
@@ -32,10 +31,8 @@ def curves_grid(
     Args:
         frame: The rows.
         best_lr: Whether each method is at its best lr instead of its default.
-        methods: The methods to draw; all if None.
         each: Replaces the note that says at which lr a method is drawn.
     """
-    frame = frame if methods is None else frame[frame["method"].isin(methods)]
     settings = finals.at_lr(frame, best_lr=best_lr)[finals.SETTING]
     table = curves(frame).merge(settings, on=finals.SETTING)
     initial = finals.initial_loss(frame)

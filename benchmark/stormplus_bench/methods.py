@@ -13,7 +13,7 @@ METHODS = (
     *("AdamW cosine", "Schedule-Free warm-up", "Prodigy cosine", "Adam++", "Adam++ cosine"),
 )
 NO_RATE = ("Untuned",)  # has no learning rate; its rows say 1
-# The few that a small figure, or README, has room for.
+# The few that are ticked in the report's page.
 HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
 # README's table: gradients per step, buffers of the model's size, and what is left to choose.
 COMPARED = {
@@ -26,7 +26,6 @@ COMPARED = {
     "Mechanic": ("1", "3", "schedule"),
     "DoG": ("1", "2", "none"),
 }
-# A figure has the workloads of one tier.
 TIERS = {
     "smooth": (
         *("logistic-breast-cancer", "logistic-digits", "matrix-completion", "nmf"),
@@ -43,18 +42,6 @@ TIERS = {
 }
 
 
-def by_figure(workloads: Iterable[str]) -> dict[str, list[str]]:
-    """Return the workloads by figure: one per tier, and "others".
-
-    Another budget is another workload of the same tier: "nmf (60 evaluations)".
-    """
-    tier_of = {name: tier for tier, names in TIERS.items() for name in names}
-    found: dict[str, list[str]] = {}
-    for name in sorted(set(workloads)):
-        found.setdefault(tier_of.get(name.split(" (")[0], "others"), []).append(name)
-    return found
-
-
 def ordered(methods: Iterable[str]) -> list[str]:
     """Return the methods once each, in the order of `METHODS`; others follow by name."""
     ranks = {name: rank for rank, name in enumerate(METHODS)}
@@ -62,5 +49,5 @@ def ordered(methods: Iterable[str]) -> list[str]:
 
 
 def headline(methods: Iterable[str]) -> list[str]:
-    """Return the methods that a small figure has room for: HEADLINE, and the reader's own."""
+    """Return the methods to show first: HEADLINE, and the reader's own."""
     return [name for name in ordered(methods) if name in HEADLINE or name not in METHODS]

@@ -4,7 +4,7 @@ import html
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
@@ -183,11 +183,26 @@ def mean_accuracy(ends: pd.DataFrame) -> pd.Series:
     return validation_table(networks).frame.filter(like=", %").mean(axis=1, skipna=False)
 
 
-def gap_table(frame: pd.DataFrame) -> Table:
-    """Return the gap at defaults, methods by workloads, and the mean validation accuracy."""
-    grid = scores.gap_map(scores.gap(frame))
+def tuned_tables(frame: pd.DataFrame) -> list[Table]:
+    """Return gaps and validation results, each method at the lr with the lowest training loss."""
+    ends = finals.tuned(frame)
+    gaps, validation = gap_table(frame, ends), validation_table(ends)
+    caption = gaps.caption.replace("at defaults", "at the best lr").replace(" without tuning", "")
+    return [
+        replace(gaps, name="tuned", caption=caption),
+        replace(validation, name="tuned-validation"),
+    ]
+
+
+def gap_table(frame: pd.DataFrame, ends: pd.DataFrame | None = None) -> Table:
+    """Return the gap at defaults, methods by workloads, and the mean validation accuracy.
+
+    `ends` replaces the defaults by other lines of `finals.per_rate`.
+    """
+    ends = finals.defaults(frame) if ends is None else ends
+    grid = scores.gap_map(scores.gap(frame, ends))
     formats: dict[str, Callable[[float], str]] = dict.fromkeys(grid.columns, percent)
-    accuracy = mean_accuracy(finals.defaults(frame)).reindex(grid.index)
+    accuracy = mean_accuracy(ends).reindex(grid.index)
     if accuracy.notna().any():
         grid["accuracy"], formats["accuracy"] = accuracy, fixed(1)
     caption = (

@@ -1,4 +1,4 @@
-"""The tier `long`: its workloads and methods; committed pages that scripts fill from rows."""
+"""The tier `long`: its workloads and methods; the study's committed page."""
 
 import importlib.util
 from functools import partial
@@ -130,24 +130,16 @@ def test_crops_and_flips_move_and_mirror_and_nothing_more():
     assert len(seen) > 80  # of 162
 
 
-def script(path):
-    spec = importlib.util.spec_from_file_location(Path(path).stem, ROOT / path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("path", "arguments"), [("benchmark/scripts/long.py", [[]]), ("research/untuned_study.py", [])]
-)
-def test_a_page_says_what_the_rows_say(path, arguments, tmp_path, monkeypatch):
-    """The committed tables are those that `make long` and `make untuned` write."""
+def test_the_study_says_what_its_rows_say(tmp_path, monkeypatch):
+    """The committed tables are those that `make untuned` writes."""
     monkeypatch.chdir(ROOT)
-    module = script(path)
-    page = module.PAGE.read_text()
-    for name in {"PAGE", "FIGURE"} & set(vars(module)):
-        monkeypatch.setattr(module, name, tmp_path / getattr(module, name).name)
-    module.PAGE.write_text(page)
-    module.main(*arguments)
-    assert module.PAGE.read_text() == page
+    spec = importlib.util.spec_from_file_location("study", ROOT / "research" / "untuned_study.py")
+    study = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(study)
+    page = study.PAGE.read_text()
+    for name in ("PAGE", "FIGURE"):
+        monkeypatch.setattr(study, name, tmp_path / getattr(study, name).name)
+    study.PAGE.write_text(page)
+    study.main()
+    assert study.PAGE.read_text() == page

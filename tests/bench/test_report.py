@@ -19,11 +19,6 @@ def call(*arguments):
     return CliRunner().invoke(report, [str(a) for a in arguments])
 
 
-@pytest.fixture
-def no_figures(monkeypatch):
-    monkeypatch.setattr("stormplus_bench.commands.report._figures", lambda frame: [])
-
-
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One report of the hand-made rows."""
@@ -38,9 +33,8 @@ def finished(tmp_path_factory):
 
 def test_everything_is_written(finished):
     folder, result = finished
-    names = ("gap_at_defaults", "curves-default-others", "curves-tuned-others")
-    drawn = {f"{name}.{end}" for name in names for end in ("png", "svg")}
-    assert {path.name for path in (folder / "r" / "figures").iterdir()} == drawn
+    names = {"index.html", "table.csv", "gap_at_defaults.png", "gap_at_defaults.svg"}
+    assert {path.name for path in (folder / "r").iterdir()} == names
     assert len(pd.read_csv(folder / "r" / "table.csv")) == 6
     assert '<a href="../x">' in (folder / "r" / "index.html").read_text()
     assert result.stdout.splitlines()[2].split() == ["SGD", "1", "18", "2", "1.00", "1.00"]
@@ -101,7 +95,6 @@ def test_readme_compares_gap_and_validation_accuracy():
     ]
 
 
-@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize(("option", "start"), [("--json", "{"), ("--latex", r"\begin{table}")])
 def test_tables_are_printed_for_other_programs(tmp_path, option, start):
     path = write_rows(tmp_path / "rows.jsonl", [*hand_made(), make_row([2, 1], method="50%_&")])
@@ -119,7 +112,6 @@ def test_tables_are_printed_for_other_programs(tmp_path, option, start):
         assert "tab:table" not in result.stdout
 
 
-@pytest.mark.usefixtures("no_figures")
 def test_names_from_outside_do_no_harm(tmp_path):
     image, script = "![i](http://evil/x.png)", "<script>alert(1)"
     found = [
@@ -181,10 +173,14 @@ def test_an_unusable_place_or_file_is_named(tmp_path):
 
 @pytest.mark.long
 def test_pages_say_what_the_committed_rows_say():
-    """`make report` would change nothing."""
-    names = ("smooth", "networks", "untuned", "rivals")
-    frame = read(tuple(ROOT / "docs" / "results" / f"{name}.jsonl.gz" for name in names))
+    """`make report` and `make long` would change nothing."""
+
+    def rows_of(*names):
+        return read(tuple(ROOT / "docs" / "results" / f"{name}.jsonl.gz" for name in names))
+
     times = read_step_times(ROOT / "docs" / "results" / "step_time.json")
-    blocks = {table.name: table.markdown() for table in tables.all_tables(frame, times)}
+    found = tables.all_tables(rows_of("smooth", "networks", "untuned", "rivals"), times)
+    found += tables.tuned_tables(rows_of("long", "long-held-out"))
+    blocks = {table.name: table.markdown() for table in found}
     for file in (ROOT / "README.md", ROOT / "docs" / "benchmark.md"):
         assert tables.fill(file.read_text(), blocks, str(file)) == file.read_text()

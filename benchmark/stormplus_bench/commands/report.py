@@ -1,17 +1,14 @@
 """`stormplus report`: tables, figures and a page from the benchmark's rows."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import click
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
-from matplotlib.figure import Figure
 from rich.console import Console
 
 from stormplus_bench import figures, finals, page, rows, scores, tables
 from stormplus_bench.interrupts import EXIT_CODES, exit_on_error
-from stormplus_bench.methods import by_figure, headline
 
 FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
 FOLDER = click.Path(path_type=Path, file_okay=False)
@@ -21,6 +18,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.argument("files", metavar="ROWS...", nargs=-1, required=True, type=FILE)
 @click.option("--output", type=FOLDER, default=Path("out/report"), help="The folder to write to.")
 @click.option("--readme", type=FILE, multiple=True, help="A Markdown file; may be repeated.")
+@click.option("--tuned", is_flag=True, help="Tables at each method's best lr, not its default.")
 @click.option("--step-times", type=FILE, help="The output of benchmark/scripts/step_time.py.")
 @click.option("--home", metavar="LINK", help="Where the page's link back leads.")
 @click.option("--json", "style", flag_value="json", help="Print the tables as JSON.")
@@ -29,6 +27,7 @@ def report(  # noqa: PLR0917
     files: tuple[Path, ...],
     output: Path,
     readme: tuple[Path, ...],
+    tuned: bool,
     step_times: Path | None,
     home: str | None,
     style: str | None,
@@ -40,12 +39,13 @@ def report(  # noqa: PLR0917
 
     \b
     Written to OUTPUT:
-      index.html    the report: interactive figures and all tables, in one file
-      figures/      figures for print, as PNG and SVG
-      table.csv     one line per workload and method
+      index.html              the report: interactive figures and all tables, in one file
+      gap_at_defaults.png     a figure for print, also as SVG
+      table.csv               one line per workload and method
 
     With --readme, each table replaces the text between the lines <!-- NAME:begin --> and
-    <!-- NAME:end --> of that file. NAME is table, gap, scores, validation or results.
+    <!-- NAME:end --> of that file. NAME is table, gap, scores, validation or results, and with
+    --tuned it is tuned or tuned-validation.
 
     \b
     Examples:
@@ -56,23 +56,24 @@ def report(  # noqa: PLR0917
     with exit_on_error(output, Console(stderr=True)):
         frame = read(files)
         times = read_step_times(step_times) if step_times else {}
-        found = tables.all_tables(frame, times)
+        found = tables.tuned_tables(frame) if tuned else tables.all_tables(frame, times)
         blocks = {table.name: table.markdown() for table in found}
         filled = {path: tables.fill(path.read_text("utf-8"), blocks, str(path)) for path in readme}
         html = page.build(frame, [table for table in found if table.name != "table"], home)
-        (output / "figures").mkdir(parents=True, exist_ok=True)
+        output.mkdir(parents=True, exist_ok=True)
         scores.results(frame).to_csv(output / "table.csv", index=False)
         (output / "index.html").write_text(html, "utf-8")
-        for name, figure in _figures(frame):
-            for kind in ("png", "svg"):
-                figure.savefig(output / "figures" / f"{name}.{kind}", dpi=130)
-                figure.set_layout_engine("none")  # laid out once, for both formats
+        figure = figures.gap_at_defaults(frame)
+        for kind in ("png", "svg"):
+            figure.savefig(output / f"gap_at_defaults.{kind}", dpi=130)
+            figure.set_layout_engine("none")  # laid out once, for both formats
         for path, text in filled.items():
             path.write_text(text, "utf-8")
     shown = [table for table in found if style == "json" or table.name != "results"]
-    click.echo(tables.printed(shown if style else [tables.scores_table(frame)], style))
-    written = [output / "index.html", output / "figures", output / "table.csv", *filled]
-    click.echo(f"wrote {', '.join(map(str, written))}", err=style is not None)
+    if style is None and not tuned:
+        shown = [tables.scores_table(frame)]
+    click.echo(tables.printed(shown, style))
+    click.echo(f"wrote {', '.join(map(str, (output, *filled)))}", err=style is not None)
 
 
 def read(files: tuple[Path, ...]) -> pd.DataFrame:
@@ -97,13 +98,3 @@ def read_step_times(path: Path) -> dict[str, float]:
         raise ValueError(
             f"{path} is not an output of benchmark/scripts/step_time.py ({error!r})"
         ) from error
-
-
-def _figures(frame: pd.DataFrame) -> Iterator[tuple[str, Figure]]:
-    yield "gap_at_defaults", figures.gap_at_defaults(frame)
-    methods = headline(frame["method"]) or None
-    for tier, names in by_figure(frame["workload"]).items():
-        part = frame[frame["workload"].isin(names)]
-        for best_lr, kind in ((False, "default"), (True, "tuned")):
-            drawn = figures.curves_grid(part, best_lr=best_lr, methods=methods)
-            yield f"curves-{kind}-{tier}", drawn
