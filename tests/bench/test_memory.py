@@ -53,5 +53,5 @@ def test_both_halves_of_a_pair_are_counted():
 def test_bench_step_prints_what_frozen_parameters_add(capsys):
     frozen_parameters(rounds=2, frozen=5)
     _, *lines = capsys.readouterr().out.strip().splitlines()
-    assert [line.split()[0] for line in lines] == ["StormPlus", "Untuned", "SGD(momentum=0.9)"]
+    assert [line.split()[0] for line in lines] == ["STORM+", "Untuned", "SGD"]
     assert all(float(line.split()[-1]) > 0 for line in lines)

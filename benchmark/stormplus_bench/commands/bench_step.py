@@ -4,18 +4,24 @@ Every round times each method once, in random order; ratios are medians over the
 of the machine's speed affects all methods alike.
 """
 
+import json
 import os
 import platform
 import random
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 import torch
+from dog import DoG  # type: ignore[import-untyped, unused-ignore]
+from mechanic_pytorch import mechanize  # type: ignore[import-untyped, unused-ignore]
+from prodigyopt import Prodigy  # type: ignore[import-untyped, unused-ignore]
+from schedulefree import AdamWScheduleFree  # type: ignore[import-untyped, unused-ignore]
 from torch import Tensor, nn
 
 from stormplus import StormPlus, Untuned
@@ -28,20 +34,29 @@ from stormplus_bench.memory import (
     take_step,
     with_gradients,
 )
+from stormplus_bench.methods import COMPARED
 from stormplus_bench.simulated_device import device_counts
 from stormplus_bench.train.networks import perceptron, resnet34
 
 Adam, SGD = torch.optim.Adam, torch.optim.SGD
 BF16 = torch.bfloat16
-OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "StormPlus (default)": partial(StormPlus, lr=1e-6),
-    "StormPlus (check_finite=False)": partial(StormPlus, lr=1e-6, check_finite=False),
-    "StormPlus (foreach)": partial(StormPlus, lr=1e-6, foreach=True),
-    "Untuned (one gradient)": Untuned,
-    "SGD(momentum=0.9)": partial(SGD, lr=1e-6, momentum=0.9),
-    "Adam(foreach=False)": partial(Adam, lr=1e-6, foreach=False),
-    "Adam(foreach=True)": partial(Adam, lr=1e-6, foreach=True),
-    "Adam(fused=True)": partial(Adam, lr=1e-6, fused=True),
+FUSED = "/ Adam(fused)"  # times over those of torch.optim.Adam(fused=True)
+OPTIMIZERS: dict[str, Callable[..., Any]] = {
+    "Untuned": Untuned,
+    "STORM+": partial(StormPlus, lr=1e-6),
+    "STORM+ (check_finite=False)": partial(StormPlus, lr=1e-6, check_finite=False),
+    "STORM+ (foreach=True)": partial(StormPlus, lr=1e-6, foreach=True),
+    "Adam": partial(Adam, lr=1e-6, fused=True),
+    "Adam (foreach=True)": partial(Adam, lr=1e-6, foreach=True),
+    "Adam (foreach=False)": partial(Adam, lr=1e-6, foreach=False),
+    "SGD momentum": partial(SGD, lr=1e-6, momentum=0.9),
+}
+# The others of README's table.
+OTHERS: dict[str, Callable[..., Any]] = {
+    "Schedule-Free": partial(AdamWScheduleFree, lr=1e-6),
+    "Prodigy": Prodigy,
+    "Mechanic": partial(mechanize(torch.optim.AdamW), lr=1e-6),
+    "DoG": DoG,
 }
 
 
@@ -73,35 +88,39 @@ def show(title: str, table: pd.DataFrame | pd.Series) -> None:
     click.echo(f"\n{title}\n{table.to_string(float_format='{:.3g}'.format)}")
 
 
-def step_times(name: str, shapes: list[torch.Size], rounds: int) -> None:
-    """Print times of a step, ratios to Adam's, and sizes of the state."""
+def step_times(
+    name: str, shapes: list[torch.Size], rounds: int, makes: Mapping[str, Callable[..., Any]]
+) -> pd.DataFrame:
+    """Print and return times of a step, ratios to Adam's, and sizes of the state."""
     params = with_gradients(shapes)
     size = size_mb(params)
-    optimizers = {label: make(params) for label, make in OPTIMIZERS.items()}
+    optimizers = {label: make(params) for label, make in makes.items()}
     first_call = {}
     for label, opt in optimizers.items():
+        if isinstance(opt, AdamWScheduleFree):
+            opt.train()
         if isinstance(opt, StormPlus):
             opt.estimate()  # the first sample
         first_call[label] = seconds(partial(take_step, opt))
-    again = seconds(optimizers["Adam(fused=True)"].step)
+    again = seconds(optimizers["Adam"].step)
     many = min(500, round(0.01 * rounds / again))  # short steps are timed more often
     times = times_of(optimizers, params, max(rounds, many))
     table = pd.DataFrame(index=list(optimizers))
     table["ms"] = [1e3 * median(each) for each in times.values()]
-    for way in ("foreach", "fused"):
-        adam = times[f"Adam({way}=True)"]
-        table[f"/ Adam({way})"] = [median_ratio(each, adam) for each in times.values()]
+    for column, adam in (("/ Adam(foreach)", "Adam (foreach=True)"), (FUSED, "Adam")):
+        table[column] = [median_ratio(each, times[adam]) for each in times.values()]
     table["state, MB"] = [state_mb(opt) for opt in optimizers.values()]
     table["state / model"] = table["state, MB"] / size
     table["first call, s"] = pd.Series(first_call)
     weights = sum(p.numel() for p in params) / 1e6
     show(f"{name}: {weights:.3g} M parameters in {len(params)} tensors", table)
+    return table
 
 
 def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
     """Print what frozen parameters add to a step."""
     ratios = {}
-    for label in ("StormPlus (default)", "Untuned (one gradient)", "SGD(momentum=0.9)"):
+    for label in ("STORM+", "Untuned", "SGD momentum"):
         trained = with_gradients([(16,)] * 4)
         still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(frozen)]
         make = OPTIMIZERS[label]
@@ -158,7 +177,7 @@ def share_of_training(rounds: int) -> None:
     model = resnet34()
     x, y = torch.randn(100, 3, 32, 32), torch.randint(10, (100,))
     click.echo("\nResNet34, a batch of 100 images of 32x32: optimizer's share of a training step")
-    for label in ("StormPlus (default)", "Untuned (one gradient)", "Adam(fused=True)"):
+    for label in ("STORM+", "Untuned", "Adam"):
         opt: Any = OPTIMIZERS[label](model.parameters())
         inside = 0.0
 
@@ -177,23 +196,39 @@ def share_of_training(rounds: int) -> None:
             total = seconds(lambda: opt.step(closure))
             if i >= 2:  # the first has one evaluation, the second may compile
                 shares.append((total - inside) / total)
-        click.echo(f"  {label:28s}{100 * median(shares):5.1f}%  (a step: {total:.2f} s)")
+        click.echo(f"  {label:8s}{100 * median(shares):5.1f}%  (a step: {total:.2f} s)")
 
 
 @click.command(name="bench-step")
 @click.option("--quick", is_flag=True, help="Smaller tensors, fewer rounds.")
-def bench_step(quick: bool) -> None:
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Where to write the times of README's methods, for `stormplus report --step-times`.",
+)
+def bench_step(quick: bool, output: Path | None) -> None:
     """Time a step of STORM+ and Untuned against Adam and SGD, gradients excluded."""
     click.echo(
         f"torch {torch.__version__}, {torch.get_num_threads()} threads, "
         f"{platform.machine()} {platform.processor() or ''}, {os.cpu_count()} cores"
     )
     rounds = 3 if quick else 15
-    step_times("ResNet34", [p.shape for p in resnet34(1000).parameters()], rounds)
+    large = [p.shape for p in resnet34(1000).parameters()]
+    table = step_times("ResNet34", large, rounds, OPTIMIZERS | OTHERS)
+    if output is not None:
+        found = {
+            FUSED: table.loc[list(COMPARED), FUSED].round(3).to_dict(),
+            "parameters": sum(shape.numel() for shape in large),
+            "rounds": rounds,
+            "threads": torch.get_num_threads(),
+            "torch": torch.__version__,
+            "machine": platform.machine(),
+        }
+        output.write_text(json.dumps(found, indent=1) + "\n")
     # 8 tensors, 37,000 weights: a step costs Python, not memory.
     small = perceptron(64, 128, 128, 88, 10)
-    step_times("a small perceptron", [p.shape for p in small.parameters()], rounds)
-    step_times("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds)
+    step_times("a small perceptron", [p.shape for p in small.parameters()], rounds, OPTIMIZERS)
+    step_times("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds, OPTIMIZERS)
     peaks()
     launch_counts()
     frozen_parameters(20 * rounds)

@@ -19,7 +19,7 @@ FOLDER = click.Path(path_type=Path, file_okay=False)
 @click.option("--output", type=FOLDER, default=Path("out/report"), help="The folder to write to.")
 @click.option("--readme", type=FILE, multiple=True, help="A Markdown file; may be repeated.")
 @click.option("--tuned", is_flag=True, help="Tables at each method's best lr, not its default.")
-@click.option("--step-times", type=FILE, help="The output of benchmark/scripts/step_time.py.")
+@click.option("--step-times", type=FILE, help="The output of `stormplus bench-step`.")
 @click.option("--home", metavar="LINK", help="Where the page's link back leads.")
 @click.option("--json", "style", flag_value="json", help="Print the tables as JSON.")
 @click.option("--latex", "style", flag_value="latex", help="Print the tables in LaTeX.")
@@ -95,6 +95,4 @@ def read_step_times(path: Path) -> dict[str, float]:
         ratios = json.loads(path.read_text())["/ Adam(fused)"]
         return {str(name): float(ratio) for name, ratio in ratios.items()}
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{path} is not an output of benchmark/scripts/step_time.py ({error!r})"
-        ) from error
+        raise ValueError(f"{path} is not an output of `stormplus bench-step`: {error!r}") from error
