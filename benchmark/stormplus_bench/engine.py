@@ -25,15 +25,12 @@ POLL = 0.5  # seconds
 PATIENCE = 15.0  # seconds for benchopt to stop by itself
 
 
-def announce(plan: Plan, journal: Path, jobs: int, console: Console) -> None:
-    """Print what is skipped, and how long the remaining runs will take."""
+def announce(plan: Plan, journal: Path, console: Console) -> None:
+    """Print what is skipped, and the number of runs."""
     for what, reason in plan.skipped.items():
         print_plain(console, f"skipped {what}: {reason}")
-    left = plan.left(rows.keys(journal))
-    if done := len(plan.runs) - len(left):
-        print_plain(console, f"{done} of {len(plan.runs)} runs are already in {journal}")
-    minutes = plan.estimate(left) / 60 / jobs
-    print_plain(console, f"About {minutes:.1f} min for {len(left)} runs, plus evaluation")
+    done = len(plan.runs) - len(plan.left(rows.keys(journal)))
+    print_plain(console, f"{len(plan.runs)} runs, {done} of them already in {journal}")
 
 
 def execute(
@@ -75,7 +72,7 @@ def execute(
                     start_new_session=True,  # Ctrl-C reaches it through us, once
                 )
                 try:
-                    _watch(child, plan, left, journal, log)
+                    _watch(child, plan, journal, log)
                 finally:
                     _stop(child)
             missing = plan.left(rows.keys(journal))
@@ -115,18 +112,15 @@ def cause(log: Path, folders: set[Path]) -> str:
     return "".join(own[-1:]) + error[1]
 
 
-def _watch(
-    child: subprocess.Popen[bytes], plan: Plan, left: list[rows.Key], journal: Path, log: Path
-) -> None:
-    """Show the share of the estimated time that is done, until the child ends."""
-    total, ended = plan.estimate(left), False
+def _watch(child: subprocess.Popen[bytes], plan: Plan, journal: Path, log: Path) -> None:
+    """Show how many runs are done, until the child ends."""
+    total, ended = len(plan.runs), False
     with progress(Console(stderr=True), total) as show:
         while not ended:
             # joblib may lose a run on its way to Dask, and waits for it forever; rerun the rest.
             ended = child.poll() is not None or "Failed to serialize" in _text(log)
-            still = plan.left(rows.keys(journal))
-            done = len(plan.runs) - len(still)
-            show(f"{done}/{len(plan.runs)} runs", total - plan.estimate(still))
+            done = total - len(plan.left(rows.keys(journal)))
+            show(f"{done}/{total} runs", done)
             if not ended:
                 time.sleep(POLL)
 

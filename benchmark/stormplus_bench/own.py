@@ -24,18 +24,6 @@ from stormplus_bench.train.workload import Network
 
 Make = Callable[..., Any]  # (parameters) or (parameters, lr) -> optimizer
 TEMPLATES = Path(__file__).parent / "templates"
-SOLVER = """A solver file has these variables:
-    name = "Mine"                 for tables and figures
-    rates = [0.01, 0.1]           learning rates; the first is the default
-    def make(parameters, lr):     returns a torch.optim.Optimizer, or a
-                                  stormplus_bench.train.steppers.Stepper"""
-WORKLOAD = """A workload file has these variables:
-    def model():                  returns a torch.nn.Module; the seed is set before
-    def loss(model, batch):       returns the loss to differentiate
-    data                          (inputs, targets), or a torch Dataset
-    budget = 1000                 gradient evaluations of a run
-and may have name (by default the file's), valid (like data), batch_size
-(by default 32), and accuracy(model, batch)."""
 NEEDED = ("model", "loss", "data", "budget")
 ALLOWED = ("name", *NEEDED, "valid", "batch_size", "accuracy")
 
@@ -98,7 +86,7 @@ def read_method(file: str) -> Method:
     try:
         return method_of(found.get("name"), found.get("make"), found.get("rates") or None)
     except ValueError as error:
-        raise ValueError(f"{file}: {error}.\n{SOLVER}") from error
+        raise ValueError(f"{file}: {error}; an example is {TEMPLATES / 'solver.py'}") from error
 
 
 def read_workload(file: str) -> Network:
@@ -107,7 +95,7 @@ def read_workload(file: str) -> Network:
     try:
         made = workload_of({"name": Path(file).stem, **found})
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{file}: {error}\n{WORKLOAD}") from error
+        raise ValueError(f"{file}: {error}; an example is {TEMPLATES / 'workload.py'}") from error
     if any(made.name in names for names in TIERS.values()):
         raise ValueError(f"{file}: {made.name} is a workload of the benchmark: choose another name")
     return made

@@ -3,13 +3,11 @@
 A suite is a benchopt run configuration; benchopt itself expands its selectors.
 """
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import torch
 import yaml
 from benchopt.benchmark import Benchmark, _list_parametrized_classes
 
@@ -20,17 +18,15 @@ from stormplus_bench.rows import Key
 
 FOLDER = Path(__file__).parent / "benchmark_stormplus"  # benchopt's benchmark
 KEYS = ("objective", "dataset", "solver")
-CALIBRATION = 12  # gradient evaluations that are timed for the estimate
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A suite's runs, what is skipped and why, and the seconds of a run by workload."""
+    """A suite's runs, and what is skipped and why."""
 
     config: dict[str, Any]
     runs: list[Key]
     skipped: dict[str, str]
-    seconds: dict[str, float]
 
     @property
     def folders(self) -> set[Path]:
@@ -41,10 +37,6 @@ class Plan:
 
     def left(self, done: set[Key]) -> list[Key]:
         return [run for run in self.runs if run not in done]
-
-    def estimate(self, runs: Iterable[Key]) -> float:
-        """Return the seconds that the gradients of these runs take, one run at a time."""
-        return sum(self.seconds[run.workload] for run in runs)
 
 
 def suites() -> dict[str, Path]:
@@ -108,9 +100,8 @@ def with_own(
     return config
 
 
-def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] = ()) -> Plan:
-    """Expand a suite, or some of its methods, and time a few gradients of each workload."""
-    torch.set_num_threads(threads)
+def make_plan(config: dict[str, Any], methods: Sequence[str] = ()) -> Plan:
+    """Expand a suite, or some of its methods, and take a gradient of each workload."""
     benchmark = Benchmark(FOLDER, no_cache=True)
     objectives = list(_instances(benchmark.check_objective_filters(config.get("objective"))))
     solvers = list(_instances(benchmark.check_solver_patterns(list(config["solver"]))))
@@ -118,7 +109,7 @@ def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] =
         solvers = _only(solvers, methods)
         selected = [{s.name: {n: [getattr(s, n)] for n in type(s).parameters}} for s in solvers]
         config = config | {"solver": selected}
-    plan = Plan(config, [], {}, {})
+    plan = Plan(config, [], {})
     for dataset in _instances(benchmark.check_dataset_patterns(list(config["dataset"]))):
         data = dataset.get_data()
         workload = data["workload"]
@@ -126,7 +117,8 @@ def make_plan(config: dict[str, Any], threads: int = 1, methods: Sequence[str] =
             plan.skipped[str(dataset)] = data["reason"]
             continue
         try:
-            plan.seconds[workload.name] = workload.budget * _seconds_per_gradient(workload)
+            model = workload.model(0).to(workload.device).train()
+            workload.loss(model, next(workload.samples(0))).backward()
         except Exception as error:
             where = getattr(dataset, "file", str(dataset))
             raise ValueError(f"the first gradient fails: {described(error, where)}") from error
@@ -158,13 +150,3 @@ def _only(solvers: list[Any], methods: Sequence[str]) -> list[Any]:
             )
     chosen = set(map(str.lower, methods))
     return [s for s in solvers if s.name == "own" or {s.method.lower(), s.name.lower()} & chosen]
-
-
-def _seconds_per_gradient(workload: Any) -> float:
-    model, samples = workload.model(0).to(workload.device), workload.samples(0)
-    model.train()
-    for k in range(CALIBRATION):
-        if k == 2:  # after a warm-up
-            start = time.perf_counter()
-        workload.loss(model, next(samples)).backward()
-    return (time.perf_counter() - start) / (CALIBRATION - 2)

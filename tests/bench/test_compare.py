@@ -42,7 +42,7 @@ def call(*arguments):
 def test_every_run_gives_a_row_and_is_not_repeated(tmp_path):
     done = call(suite(tmp_path), "--output", tmp_path / "out")
     assert done.exit_code == 0, done.output
-    assert "min for 8 runs, plus evaluation" in done.stderr
+    assert "8 runs, 0 of them already in" in done.stderr
     journal = tmp_path / "out" / "rows.jsonl"
     found = [json.loads(line) for line in journal.read_text().splitlines()[1:]]
     methods = [("STORM+", 1.0), ("STORM+", 0.1), ("SGD", 0.1), ("SGD", 1e308)]
@@ -66,7 +66,7 @@ def test_every_run_gives_a_row_and_is_not_repeated(tmp_path):
     assert (tmp_path / "out" / "curves.png").stat().st_size > 10_000
     before = journal.read_text()
     again = call(suite(tmp_path), "--output", tmp_path / "out", "--json")
-    assert f"8 of 8 runs are already in {journal}" in again.stderr
+    assert f"8 runs, 8 of them already in {journal}" in again.stderr
     assert journal.read_text() == before
     assert {line["method"] for line in json.loads(again.stdout)["losses"]} == {"STORM+", "SGD"}
 
@@ -130,9 +130,9 @@ def test_runs_without_a_row_are_an_error_with_benchopts_message(
 
 def test_a_dry_run_runs_nothing_and_a_method_can_be_chosen(tmp_path):
     path, out = suite(tmp_path), ("--output", tmp_path / "o", "--dry-run")
-    assert "for 8 runs" in call(path, *out).stderr
+    assert "8 runs, 0 of them" in call(path, *out).stderr
     for name in ("sgd", "storm-plus", "STORM+"):
-        assert "for 4 runs" in call(path, *out, "--method", name).stderr
+        assert "4 runs, 0 of them" in call(path, *out, "--method", name).stderr
     wrong = call(path, *out, "--method", "Sgb")
     assert wrong.exit_code == 1
     assert "no method 'Sgb', did you mean 'SGD'?" in wrong.stderr

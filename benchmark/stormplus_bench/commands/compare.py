@@ -9,7 +9,7 @@ from stormplus_bench import rows, tables
 from stormplus_bench.engine import announce, execute
 from stormplus_bench.figures import curves_grid
 from stormplus_bench.interrupts import EXIT_CODES, exit_on_error
-from stormplus_bench.own import SOLVER, TEMPLATES, WORKLOAD
+from stormplus_bench.own import TEMPLATES
 from stormplus_bench.plan import make_plan, read_suite, suites, with_own
 
 AT_LEAST_ONE = click.IntRange(min=1)
@@ -22,19 +22,14 @@ Examples:
   stormplus compare --list                  the suites
   stormplus compare smooth --jobs 2         all smooth problems
   stormplus compare smooth --method STORM+ --method adam
-  stormplus compare networks --dry-run      only the estimated time
+  stormplus compare networks --dry-run      only the number of runs
   stormplus compare smooth --parallel-config dask.yml
   stormplus compare --solver my_solver.py --workload my_workload.py --seeds 3
 
-\b
-{SOLVER}
-
-\b
-{WORKLOAD}
-
 --solver adds your optimizer to the suite's methods; with --workload they all train your model
-instead of the suite's. Examples of these files, also of a solver with two gradients per step,
-are in {TEMPLATES}.
+instead of the suite's. Examples of these files are in {TEMPLATES}:
+solver.py, two_gradients.py and workload.py. A workload may also have name, batch_size (by default
+32) and accuracy(model, batch).
 
 Each finished run is a row in DIR/rows.jsonl. After an interruption, repeat the command to
 continue. Finished runs are not repeated: after a change in your file, give another DIR.
@@ -54,7 +49,7 @@ continue. Finished runs are not repeated: after a change in your file, give anot
 @click.option("--jobs", default=1, type=AT_LEAST_ONE, show_default=True, help="Runs at a time.")
 @click.option("--threads", default=1, type=AT_LEAST_ONE, show_default=True, help="Threads per run.")
 @click.option("--parallel-config", type=FILE, help="benchopt's file for Dask or SLURM.")
-@click.option("--dry-run", is_flag=True, help="Only print the estimated time.")
+@click.option("--dry-run", is_flag=True, help="Only check the files and count the runs.")
 @click.option("--json", "style", flag_value="json", help="Print the table as JSON.")
 @click.option("--latex", "style", flag_value="latex", help="Print the table in LaTeX.")
 @click.option("--list", "listing", is_flag=True, help="List the suites.")
@@ -87,8 +82,8 @@ def compare(  # noqa: PLR0917
     journal, messages = folder / "rows.jsonl", Console(stderr=True)
     with exit_on_error(journal, messages):
         config = with_own(read_suite(suite), solver, workload, seeds, alone=alone)
-        plan = make_plan(config, threads, method)
-        announce(plan, journal, jobs, messages)
+        plan = make_plan(config, method)
+        announce(plan, journal, messages)
         if not plan.runs:
             raise ValueError("nothing to run: see the reasons above")
         if dry_run:
