@@ -92,8 +92,6 @@ def load(name: str, folder: Path | str | None = None) -> Any:
 def cifar10(folder: Path | str | None = None) -> Images:
     """Read CIFAR-10's binary version: 50,000 and 10,000 images of 3 x 32 x 32."""
     release = data_folder(folder) / "cifar-10-batches-bin"
-    inside = data_folder(folder) / "cifar10" / release.name
-    release = inside if inside.is_dir() else release
     *train, (test_x, test_y) = [_cifar10_batch(release / name) for name in CIFAR10_FILES]
     train_x, train_y = (np.concatenate(parts) for parts in zip(*train))
     return Images(train_x, train_y, test_x, test_y)
@@ -108,17 +106,16 @@ def _cifar10_batch(file: Path) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def mnist(folder: Path | str | None = None) -> Images:
-    """Read MNIST's four idx files, compressed or not: images of 1 x 28 x 28."""
+    """Read MNIST's four compressed idx files: images of 1 x 28 x 28."""
     root, arrays = data_folder(folder) / "mnist", []
     for split, count in MNIST_IMAGES.items():
-        arrays.append(_idx(root / f"{split}-images-idx3-ubyte", (count, 28, 28))[:, None])
-        arrays.append(_idx(root / f"{split}-labels-idx1-ubyte", (count,)).astype(np.int64))
+        arrays.append(_idx(root / f"{split}-images-idx3-ubyte.gz", (count, 28, 28))[:, None])
+        arrays.append(_idx(root / f"{split}-labels-idx1-ubyte.gz", (count,)).astype(np.int64))
     return Images(*arrays)
 
 
 def _idx(file: Path, shape: tuple[int, ...]) -> NDArray[Any]:
     """Read an idx file of bytes: a magic number, the sizes of the dimensions, the bytes."""
-    file = file if file.is_file() else file.with_name(f"{file.name}.gz")
     header = bytes([0, 0, 8, len(shape)]) + np.array(shape, ">u4").tobytes()
     content = _content("mnist", file, len(header) + int(np.prod(shape)))
     if not content.startswith(header):

@@ -58,18 +58,6 @@ def test_every_data_set_is_downloaded_once_and_read(server, folder):
     assert len(text.train) == len(codes) * 9 // 10
 
 
-@pytest.mark.parametrize("inside", ["cifar-10-batches-bin", "cifar10/cifar-10-batches-bin"])
-def test_copied_files_are_read(folder, inside):
-    (folder / inside).mkdir(parents=True)
-    for k, name in enumerate(data.CIFAR10_FILES, start=1):
-        (folder / inside / name).write_bytes(small.cifar10_records(k).tobytes())
-    assert load("cifar10", folder).test_x.shape == (small.RECORDS, 3, 32, 32)
-    (folder / "mnist").mkdir()
-    for name, array in small.mnist_arrays().items():
-        (folder / "mnist" / name).write_bytes(small.idx(array))  # decompressed
-    assert load("mnist", folder).test_x.shape == (3, 1, 28, 28)
-
-
 def test_missing_data_names_the_file_and_the_command(folder):
     for name, file in (("cifar10", "data_batch_1.bin"), ("mnist", "train-images-idx3-ubyte.gz")):
         with pytest.raises(MissingData, match=f"{file} does not exist: run `stormplus data {name}"):
