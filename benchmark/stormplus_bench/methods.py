@@ -13,8 +13,6 @@ METHODS = (
     *("AdamW cosine", "Schedule-Free warm-up", "Prodigy cosine", "Adam++", "Adam++ cosine"),
 )
 NO_RATE = ("Untuned",)  # has no learning rate; its rows say 1
-# The few that are ticked in the report's page.
-HEADLINE = ("STORM+", "STORM+ mean", "Untuned", "SGD momentum", "Adam", "AdaGrad", "Prodigy")
 # README's table: gradients per step, buffers of the model's size, and what is left to choose.
 COMPARED = {
     "Untuned": ("1", "2", "none"),
@@ -49,5 +47,5 @@ def ordered(methods: Iterable[str]) -> list[str]:
 
 
 def headline(methods: Iterable[str]) -> list[str]:
-    """Return the methods to show first: HEADLINE, and the reader's own."""
-    return [name for name in ordered(methods) if name in HEADLINE or name not in METHODS]
+    """Return the methods of README's table, and the reader's own."""
+    return [name for name in ordered(methods) if name in COMPARED or name not in METHODS]

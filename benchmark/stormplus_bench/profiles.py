@@ -91,22 +91,12 @@ class Profile(NamedTuple):
     scores: pd.Series  # per method, from 0 to 1, best first
 
 
-def performance_profile(frame: pd.DataFrame, *, best_lr: bool = False) -> Profile:
-    """Return the performance profile of all methods, at their default or at their best lr.
-
-    At the best lr, workloads on which no method ran several lr do not count, and a method that
-    ran only one lr on a counted workload is left out: it has not missed the target, it was not
-    tuned.
-    """
+def performance_profile(frame: pd.DataFrame) -> Profile:
+    """Return the performance profile of all methods at their default lr."""
     target = targets(frame)
     times = time_to_target(frame, target)
-    chosen = finals.at_lr(frame, best_lr=best_lr)[SETTING].merge(times, on=SETTING, how="left")
+    chosen = finals.defaults(frame)[SETTING].merge(times, on=SETTING, how="left")
     grid = chosen.pivot(index="method", columns="workload", values="time")
-    if best_lr:
-        table = finals.tuned(frame)
-        untuned = table[(table["rates"] == 1) & table["workload"].isin(grid.columns)]
-        grid = grid.drop(index=untuned["method"], errors="ignore")
-        target = target[target.index.isin(grid.columns)]
     grid = grid.reindex(columns=target.index).fillna(np.inf)
     fastest = grid.min().replace(np.inf, np.nan)
     ratios = grid.div(fastest, axis=1).fillna(np.inf)

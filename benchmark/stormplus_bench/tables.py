@@ -10,7 +10,7 @@ import numpy as np
 import pandas as pd  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus_bench import finals, scores
-from stormplus_bench.methods import COMPARED, METHODS, NO_RATE, TIERS, ordered
+from stormplus_bench.methods import COMPARED, NO_RATE, TIERS, headline, ordered
 from stormplus_bench.profiles import performance_profile
 
 
@@ -139,8 +139,7 @@ def all_tables(frame: pd.DataFrame, step_times: Mapping[str, float]) -> list[Tab
 def _validated(frame: pd.DataFrame) -> pd.DataFrame:
     """Return finals at defaults: on networks, of README's methods and the reader's; or else all."""
     ends = finals.defaults(frame)
-    methods = ends["method"].isin(COMPARED) | ~ends["method"].isin(METHODS)
-    shown = methods & ends["workload"].isin(TIERS["networks"])
+    shown = ends["method"].isin(headline(ends["method"])) & ends["workload"].isin(TIERS["networks"])
     return ends[shown] if shown.any() else ends
 
 
@@ -223,17 +222,16 @@ def scores_table(frame: pd.DataFrame) -> Table:
             "rank": mean["rank"],
             "gap at defaults, %": 100 * mean["mean"],
             "workloads": mean["workloads"],
-            "profile score, default lr": performance_profile(frame).scores,
-            "profile score, best lr": performance_profile(frame, best_lr=True).scores,
+            "profile score": performance_profile(frame).scores,
         }
     ).reindex(mean.index)
-    two = dict.fromkeys(table.columns[3:], fixed(2))
+    formats = {"gap at defaults, %": percent, "profile score": fixed(2)}
     caption = (
         "Rank by the gap at defaults, among methods that ran on every workload; the gap's mean; "
-        "the number of workloads; profile scores (higher is better, at most 1): the area under "
+        "the number of workloads; the profile score (higher is better, at most 1): the area under "
         "the performance profile from 1 to 4, a workload without a run being a missed target."
     )
-    return Table("scores", caption, table, {"gap at defaults, %": percent, **two})
+    return Table("scores", caption, table, formats)
 
 
 def losses_table(frame: pd.DataFrame) -> Table:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from stormplus import StormPlus, Untuned
-from stormplus_bench.commands.bench_step import frozen_parameters
 from stormplus_bench.memory import peak
 from stormplus_bench.simulated_device import device_counts
 
@@ -48,10 +47,3 @@ def test_both_halves_of_a_pair_are_counted():
 
     assert device_counts(make, [torch.Size([3])]).syncs == 0
     assert events[-4:] == ["before_move", "after_move", "before_estimate", "after_estimate"]
-
-
-def test_bench_step_prints_what_frozen_parameters_add(capsys):
-    frozen_parameters(rounds=2, frozen=5)
-    _, *lines = capsys.readouterr().out.strip().splitlines()
-    assert [line.split()[0] for line in lines] == ["STORM+", "Untuned", "SGD"]
-    assert all(float(line.split()[-1]) > 0 for line in lines)

@@ -129,34 +129,27 @@ def test_targets_are_what_the_best_classic_reaches_in_time():
     assert profiles.targets(frame_of(found)).to_dict() == {"other": 1, "w": 3}
 
 
-@pytest.fixture
-def by_half(monkeypatch):
-    """Targets are what any method reaches in half of the budget."""
+def test_performance_profile_at_the_defaults(frame, monkeypatch):
+    """With targets that any method reaches in half of the budget."""
     monkeypatch.setattr(profiles, "CLASSICS", ())
     monkeypatch.setattr(profiles, "TARGET_AT", 0.5)
-
-
-@pytest.mark.usefixtures("by_half")
-def test_performance_profile_at_the_defaults(frame):
     profile = profiles.performance_profile(frame)
     # a: target 2; STORM+ is there at 75 with both seeds, SGD at lr 0.1 never.
     # b: target 0.5; SGD at 50; Adam's seed 0 at 100, seed 1 never: the median is inf.
     assert profile.times.loc["STORM+"].to_list() == [75, INF]
     assert profile.times.loc["SGD"].to_list() == [INF, 50]
     # Each of the two is the fastest on one of two workloads: half of the area.
+    assert profile.rho.loc["STORM+"].to_dict() == {1.0: 0.5, 4.0: 0.5}
     assert profile.scores.to_dict() == {"SGD": 0.5, "STORM+": 0.5, "Adam": 0}
 
 
-@pytest.mark.usefixtures("by_half")
-def test_performance_profile_at_the_best_lr(frame):
-    # On a Adam ran one lr; on b every method did, so b does not count. On a SGD at lr 1 reaches 2
-    # at 50, STORM+ at 75: r = 1.5.
-    profile = profiles.performance_profile(frame, best_lr=True)
-    assert profile.times.to_dict() == {"a": {"SGD": 50, "STORM+": 75}}
-    assert profile.rho.loc["STORM+"].to_dict() == {1.0: 0, 1.5: 1, 4.0: 1}
-    # The area under the staircase, from 1.5 to 4, of 1 to 4.
-    assert profile.scores.to_dict() == pytest.approx({"SGD": 1, "STORM+": 2.5 / 3})
-    assert profiles.performance_profile(frame_of([make_row([2, 1])]), best_lr=True).scores.empty
+def test_the_profile_score_is_the_area_under_the_profile():
+    # Adam reaches the target, 1, at 50, SGD at 75: r = 1.5.
+    found = [make_row([9, 5, 1, 1], method="Adam"), make_row([9, 9, 9, 1])]
+    profile = profiles.performance_profile(frame_of(found))
+    assert profile.rho.loc["SGD"].to_dict() == {1.0: 0, 1.5: 1, 4.0: 1}
+    # The staircase from 1.5 to 4, of 1 to 4.
+    assert profile.scores.to_dict() == pytest.approx({"Adam": 1, "SGD": 2.5 / 3})
 
 
 def test_times_of_paired_methods_are_those_of_the_next_checkpoint():

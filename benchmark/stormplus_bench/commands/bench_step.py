@@ -48,7 +48,6 @@ OPTIMIZERS: dict[str, Callable[..., Any]] = {
     "STORM+ (foreach=True)": partial(StormPlus, lr=1e-6, foreach=True),
     "Adam": partial(Adam, lr=1e-6, fused=True),
     "Adam (foreach=True)": partial(Adam, lr=1e-6, foreach=True),
-    "Adam (foreach=False)": partial(Adam, lr=1e-6, foreach=False),
     "SGD momentum": partial(SGD, lr=1e-6, momentum=0.9),
 }
 # The others of README's table.
@@ -80,10 +79,6 @@ def times_of(
     return times
 
 
-def median_ratio(times: list[float], others: list[float]) -> float:
-    return median(a / b for a, b in zip(times, others))
-
-
 def show(title: str, table: pd.DataFrame | pd.Series) -> None:
     click.echo(f"\n{title}\n{table.to_string(float_format='{:.3g}'.format)}")
 
@@ -95,39 +90,23 @@ def step_times(
     params = with_gradients(shapes)
     size = size_mb(params)
     optimizers = {label: make(params) for label, make in makes.items()}
-    first_call = {}
-    for label, opt in optimizers.items():
+    for opt in optimizers.values():
         if isinstance(opt, AdamWScheduleFree):
             opt.train()
         if isinstance(opt, StormPlus):
             opt.estimate()  # the first sample
-        first_call[label] = seconds(partial(take_step, opt))
+        take_step(opt)  # allocates the buffers
     again = seconds(optimizers["Adam"].step)
     many = min(500, round(0.01 * rounds / again))  # short steps are timed more often
     times = times_of(optimizers, params, max(rounds, many))
     table = pd.DataFrame(index=list(optimizers))
     table["ms"] = [1e3 * median(each) for each in times.values()]
-    for column, adam in (("/ Adam(foreach)", "Adam (foreach=True)"), (FUSED, "Adam")):
-        table[column] = [median_ratio(each, times[adam]) for each in times.values()]
+    table[FUSED] = [median(a / b for a, b in zip(each, times["Adam"])) for each in times.values()]
     table["state, MB"] = [state_mb(opt) for opt in optimizers.values()]
     table["state / model"] = table["state, MB"] / size
-    table["first call, s"] = pd.Series(first_call)
     weights = sum(p.numel() for p in params) / 1e6
     show(f"{name}: {weights:.3g} M parameters in {len(params)} tensors", table)
     return table
-
-
-def frozen_parameters(rounds: int, frozen: int = 1000) -> None:
-    """Print what frozen parameters add to a step."""
-    ratios = {}
-    for label in ("STORM+", "Untuned", "SGD momentum"):
-        trained = with_gradients([(16,)] * 4)
-        still = [nn.Parameter(torch.zeros(16), requires_grad=False) for _ in range(frozen)]
-        make = OPTIMIZERS[label]
-        times = times_of({"with": make([*trained, *still]), "without": make(trained)}, [], rounds)
-        ratios[label] = median_ratio(times["with"], times["without"])
-    title = f"{frozen:,} frozen parameters and 4 trainable ones: step with them / without"
-    show(title, pd.Series(ratios))
 
 
 def peaks() -> None:
@@ -231,5 +210,4 @@ def bench_step(quick: bool, output: Path | None) -> None:
     step_times("one tensor", [torch.Size([10**7 if quick else 10**8])], rounds, OPTIMIZERS)
     peaks()
     launch_counts()
-    frozen_parameters(20 * rounds)
     share_of_training(2 if quick else 5)
