@@ -56,10 +56,7 @@ class Comparison:
         """Return the curves as a matplotlib figure, each method at the rate in the table."""
         from stormplus_bench.figures import curves_grid
 
-        shown = self.frame[self.frame["lr"] == self.frame["method"].map(self.table["lr"])]
-        several = (self.frame.groupby("method")["lr"].nunique() > 1).any()
-        note = "each at the lr of the table" if several else None
-        return curves_grid(shown.assign(default=True), each=note)
+        return curves_grid(self.frame, finals.tuned(self.frame))
 
     def save(self, journal: str | Path) -> Path:
         """Append the rows to a journal, which `stormplus report` merges with others."""

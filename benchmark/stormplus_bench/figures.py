@@ -16,25 +16,14 @@ from stormplus_bench.tables import percent
 
 MAX_RANGE = 1e20  # of a logarithmic axis
 MAX_LETTERS = 44  # of a name
-AT_DEFAULT = "each at its default lr"
-AT_BEST = "each at its best lr (methods with one learning rate are left out)"
 
 
-def curves_grid(
-    frame: pd.DataFrame,
-    *,
-    best_lr: bool = False,
-    each: str | None = None,
-) -> Figure:
+def curves_grid(frame: pd.DataFrame, ends: pd.DataFrame) -> Figure:
     """Draw the training loss against gradient evaluations, one panel per workload.
 
-    Args:
-        frame: The rows.
-        best_lr: Whether each method is at its best lr instead of its default.
-        each: Replaces the note that says at which lr a method is drawn.
+    `ends` says at which lr each method is drawn: `finals.defaults(frame)` or `finals.tuned(frame)`.
     """
-    settings = finals.at_lr(frame, best_lr=best_lr)[finals.SETTING]
-    table = curves(frame).merge(settings, on=finals.SETTING)
+    table = curves(frame).merge(ends[finals.SETTING], on=finals.SETTING)
     initial = finals.initial_loss(frame)
     columns = min(2, len(initial))
     lines = -(-len(initial) // columns)
@@ -55,8 +44,8 @@ def curves_grid(
         axis.set_visible(False)
     figure.supylabel("training loss", fontsize=9)
     seeds = "median, lowest and highest over seeds" if frame["seed"].nunique() > 1 else "one seed"
-    note = f"{each or (AT_BEST if best_lr else AT_DEFAULT)}\n{seeds}; crosses: diverged"
-    _legend(figure, table["method"], note)
+    lr = "default" if ends["default"].all() else "best"
+    _legend(figure, table["method"], f"each at its {lr} lr\n{seeds}; crosses: diverged")
     return figure
 
 

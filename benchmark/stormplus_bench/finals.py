@@ -87,14 +87,6 @@ def tuned(frame: pd.DataFrame) -> pd.DataFrame:
     return best.sort_values(["workload", "method"]).reset_index(drop=True)
 
 
-def at_lr(frame: pd.DataFrame, *, best_lr: bool) -> pd.DataFrame:
-    """Return `defaults(frame)`, or `tuned(frame)` without methods that ran one lr on a workload."""
-    if not best_lr:
-        return defaults(frame)
-    table = tuned(frame)
-    return table[table["rates"] > 1].reset_index(drop=True)
-
-
 def best_loss(frame: pd.DataFrame) -> pd.Series:
     """Return the lowest final loss per workload, of any method at any lr."""
     return per_rate(frame).groupby("workload")["loss"].min()

@@ -69,9 +69,10 @@ def build(frame: pd.DataFrame, tables: Sequence[Table], home: str | None = None)
 def curves_figure(frame: pd.DataFrame) -> Any:
     """Return the training loss against gradient evaluations, with a menu of workloads."""
     tables: dict[str, pd.DataFrame] = {}
-    for best_lr, note in ((False, ""), (True, ", best lr")):
-        settings = finals.at_lr(frame, best_lr=best_lr)[finals.SETTING]
-        found = curves(frame).merge(settings, on=finals.SETTING)
+    tuned = finals.tuned(frame)
+    tuned = tuned[tuned["rates"] > 1]
+    for ends, note in ((finals.defaults(frame), ""), (tuned, ", best lr")):
+        found = curves(frame).merge(ends[finals.SETTING], on=finals.SETTING)
         found = found.rename(columns={"evaluations": "x", "median": "y"})
         tables |= {f"{workload}{note}": part for workload, part in found.groupby("workload")}
     return _with_menu(tables, ordered(frame["method"]), "gradient evaluations")

@@ -189,16 +189,3 @@ def test_benchopts_own_checks_pass(tmp_path):
         command, env=env, cwd=tmp_path, capture_output=True, text=True, check=False
     )
     assert done.returncode == 0, done.stdout[-3000:]
-
-
-@pytest.mark.long
-def test_two_dask_workers_give_the_rows_of_a_sequential_run(tmp_path):
-    plan = make_plan(SUITE)
-    alone, dask = tmp_path / "alone.jsonl", tmp_path / "dask.jsonl"
-    config = Path(__file__).parents[2] / "benchmark" / "parallel" / "dask.yml"
-    execute(plan, alone)
-    execute(plan, dask, parallel_config=config)
-    assert "Distributed run with backend: dask" in dask.with_suffix(".log").read_text()
-    keys = [*rows.KEY, "evaluations"]
-    frames = [rows.load(path).drop(columns="seconds").sort_values(keys) for path in (alone, dask)]
-    assert frames[0].reset_index(drop=True).equals(frames[1].reset_index(drop=True))

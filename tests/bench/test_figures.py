@@ -7,7 +7,7 @@ import pandas as pd
 import pytest
 from tests.support.bench_rows import frame_of, hand_made, make_row
 
-from stormplus_bench import figures, page, tables
+from stormplus_bench import figures, finals, page, tables
 from stormplus_bench.methods import METHODS
 from stormplus_bench.style import style_of
 
@@ -22,13 +22,14 @@ def texts(axis):
 
 def test_curves_show_the_median_at_the_default_or_at_the_best_lr():
     frame = frame_of(hand_made())
-    a, b = figures.curves_grid(frame).axes
+    a, b = figures.curves_grid(frame, finals.defaults(frame)).axes
     assert list(line_of(a, "STORM+").get_xdata()) == [0, 25, 50, 75, 100]
     assert list(line_of(a, "STORM+").get_ydata()) == [10, 6, 4, 2, 2]  # ends at 1 and 3
     assert list(line_of(a, "SGD").get_ydata()) == [10, 8, 6, 5, 4]
     crosses = [line for line in b.get_lines() if len(line.get_xdata()) == 1]
     assert [line.get_marker() for line in crosses] == ["x"]  # Adam diverged
-    a, b = figures.curves_grid(frame, best_lr=True).axes
+    ends = finals.tuned(frame)
+    a, b = figures.curves_grid(frame, ends[ends["rates"] > 1]).axes
     assert list(line_of(a, "SGD").get_ydata()) == [10, 5, 2, 1, 0.5]  # at lr 1
     assert line_of(a, "Adam") is None  # ran one lr
     assert texts(b) == ["no run"]
@@ -57,8 +58,11 @@ ODD = {
 @pytest.mark.parametrize("name", ODD)
 def test_odd_rows_have_figures_tables_and_a_page(name):
     frame = frame_of(ODD[name])
-    for draw in (figures.curves_grid, figures.gap_at_defaults):
-        draw(frame).savefig(drawn := io.BytesIO(), format="svg")
+    for figure in (
+        figures.curves_grid(frame, finals.tuned(frame)),
+        figures.gap_at_defaults(frame),
+    ):
+        figure.savefig(drawn := io.BytesIO(), format="svg")
         assert b"</svg>" in drawn.getvalue()
     found = tables.all_tables(frame, {})
     assert "tab:scores" in tables.printed(found, "latex")

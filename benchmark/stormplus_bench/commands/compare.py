@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 from rich.console import Console
 
-from stormplus_bench import rows, tables
+from stormplus_bench import finals, rows, tables
 from stormplus_bench.engine import announce, execute
 from stormplus_bench.figures import curves_grid
 from stormplus_bench.interrupts import EXIT_CODES, exit_on_error
@@ -91,9 +91,10 @@ def compare(  # noqa: PLR0917
         execute(plan, journal, jobs=jobs, threads=threads, parallel_config=parallel_config)
         frame = rows.load(journal)
         frame = frame[frame["workload"].isin({run.workload for run in plan.runs})]
-        many = frame["workload"].nunique() > FEW and frame["default"].any()
+        has_defaults = frame["default"].any()
+        many = frame["workload"].nunique() > FEW and has_defaults
         table = tables.scores_table(frame) if many else tables.losses_table(frame)
         click.echo(tables.printed([table], style))
-        drawn = curves_grid(frame, best_lr=not frame["default"].any())
-        drawn.savefig(folder / "curves.png", dpi=150)
+        ends = finals.defaults(frame) if has_defaults else finals.tuned(frame)
+        curves_grid(frame, ends).savefig(folder / "curves.png", dpi=150)
         messages.print(f"figure: {folder / 'curves.png'}   rows: {journal}", markup=False)
