@@ -16,9 +16,10 @@ from common import parser
 from sklearn.feature_extraction.text import TfidfVectorizer
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
+from untuned_docstrings import PACKAGES, chosen, package
 
 from stormplus import Untuned
-from stormplus_bench.train import robust, small_data
+from stormplus_bench.train import robust
 from stormplus_bench.train.robust import Case, FromZero, fixed
 from stormplus_bench.train.steppers import AtAverage, OneGradient
 from stormplus_bench.train.training import Training
@@ -32,8 +33,8 @@ METHODS: dict[str, Callable[[Any], OneGradient]] = {
 
 def text() -> Case:
     """Tf-idf of docstrings, one words-to-classes matrix; the value is the test error."""
-    packages = small_data.PACKAGES[:12]
-    found = [small_data._chosen(p, small_data._package(p), k) for k, p in enumerate(packages)]
+    packages = PACKAGES[:12]
+    found = [chosen(p, package(p), k) for k, p in enumerate(packages)]
     labels = torch.cat([torch.full((len(texts),), k) for k, texts in enumerate(found)])
     vectors = TfidfVectorizer(ngram_range=(1, 2)).fit_transform(chain(*found))
     order = torch.randperm(len(labels), generator=fixed(0))

@@ -1,12 +1,15 @@
 """The workloads that are judged by validation."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
-from stormplus_bench.data import MissingData
-from stormplus_bench.train import small_data
-from stormplus_bench.train.small_data import SMALL_DATA, Encoder
+from stormplus_bench.train.small_data import SMALL_DATA
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_the_noisy_digits_are_twenty_epochs_of_1400_images():
@@ -20,13 +23,9 @@ def test_the_noisy_digits_are_twenty_epochs_of_1400_images():
     assert workload.measure(workload.model(0))["train_loss"] == pytest.approx(2.3, abs=0.1)
 
 
-def test_without_the_encoder_the_workload_is_skipped(monkeypatch):
-    monkeypatch.setattr(small_data, "ENCODER", "no_such_encoder")
-    with pytest.raises(MissingData, match="no-such-encoder is not installed"):
-        SMALL_DATA["minilm-docstrings"]()
-
-
-def test_the_encoder_ignores_padding(tmp_path):
+def test_the_encoder_ignores_padding(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "research")
+    Encoder = importlib.import_module("untuned_docstrings").Encoder
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     config = transformers.BertConfig(vocab_size=20, intermediate_size=8, **sizes)
