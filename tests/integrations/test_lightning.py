@@ -14,7 +14,15 @@ from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveragi
 from lightning.pytorch.plugins.precision import Precision
 from lightning.pytorch.tuner import Tuner
 from tests.support import trainer_cases
-from tests.support.lightning_cases import QUIET, Manual, Module, Validated, half_plugin, loader
+from tests.support.lightning_cases import (
+    QUIET,
+    Manual,
+    Module,
+    Validated,
+    half_plugin,
+    loader,
+    weights_of,
+)
 from tests.support.trainer_cases import (
     BATCHES,
     ROWS,
@@ -291,16 +299,17 @@ def test_an_interrupted_run_leaves_the_average():
     with pytest.raises(OSError, match="a broken disc"):
         fit(kind=Untuned, recalibrate_batches=4, fails_at=6, run=run)
     assert_at_average(snapshot(run.net), untuned_run(epochs=1), 5)
-    assert not run.module._state_dict_pre_hooks
+    assert "save_checkpoint" not in vars(run.trainer)
 
 
-def test_a_checkpoint_between_backward_and_step_is_refused():
+def test_a_checkpoint_in_the_middle_of_a_step_does_not_change_the_run(tmp_path):
     class Saves(Module):
         def on_before_optimizer_step(self, optimizer):
-            self.state_dict()
+            self.trainer.save_checkpoint(tmp_path / "now.ckpt")
 
-    with pytest.raises(RuntimeError, match=r"step\(\) called in eval mode"):
-        fit(module=Saves, kind=Untuned)
+    plain = untuned_run(epochs=1)
+    assert_same_runs(fit(module=Saves, kind=Untuned, epochs=1), plain)
+    assert_at_average(weights_of(tmp_path / "now.ckpt"), plain, BATCHES - 1)
 
 
 @pytest.mark.parametrize("callbacks", [[UntunedCallback()], []], ids=["with callback", "without"])

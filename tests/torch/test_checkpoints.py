@@ -347,3 +347,13 @@ def test_a_state_is_bound_to_the_options_of_its_optimizer_and_its_copies(name):
     copy.deepcopy(opt).load_state_dict(opt.state_dict())
     with pytest.raises(ValueError, match=f" {option}=.* {option}="):
         make(params, **others).load_state_dict(opt.state_dict())
+
+
+@pytest.mark.parametrize("cls", [StormPlus, Untuned])
+def test_a_pickled_state_does_not_grow_with_the_square_of_the_tensors(cls):
+    def size(tensors):
+        return len(
+            pickle.dumps(cls([nn.Parameter(torch.ones(1)) for _ in range(tensors)]).state_dict())
+        )
+
+    assert size(80) < 5 * size(20)

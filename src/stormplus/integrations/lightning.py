@@ -46,7 +46,13 @@ class UntunedCallback(AverageCallback, Callback):
                 "recalibrate_batches calls training_step again, which steps with manual "
                 "optimization: leave it out, and call stormplus.recalibrate in on_validation_start"
             )
-        self._hooks = self._average.swap_in_for_saving(pl_module)
+        save = trainer.save_checkpoint
+
+        def save_checkpoint(*args: Any, **kwargs: Any) -> None:
+            with self._average.swapped_in():
+                save(*args, **kwargs)
+
+        self._hooks.enter_context(_replaced(trainer, "save_checkpoint", save_checkpoint))
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -70,6 +70,17 @@ class Average:
             opt.train()
             _warn_if_lr_falls(opt)
 
+    @contextmanager
+    def swapped_in(self) -> Iterator[None]:
+        """Hold the average inside the context, and what was there before outside."""
+        before = all(opt.at_average for opt in self.optimizers)
+        self.swap_in()
+        try:
+            yield
+        finally:
+            if not before:
+                self.swap_out()
+
     def remember(self, evaluate: Callable[[], Any]) -> None:
         """Keep a training batch, as a function that evaluates it, to recompute statistics."""
         self._batches.append(evaluate)
@@ -94,19 +105,14 @@ class Average:
                 "recalibrate_batches with SyncBatchNorm: a save on one process would wait for the "
                 "others. Call opt.eval() and stormplus.recalibrate on every process instead"
             )
-        hooks = self.swap_in_for_saving(module)
-        before_call = partial(module.register_forward_pre_hook, prepend=True, with_kwargs=True)
-        hooks.callback(before_call(self._before_call).remove)
-        for opt in self.optimizers:
-            hooks.callback(opt.register_step_pre_hook(self._before_step).remove)
-        return hooks
-
-    def swap_in_for_saving(self, module: nn.Module) -> ExitStack:
-        """Swap in when the state of the module or an optimizer is taken, until this is closed."""
         saved = getattr(module, "_orig_mod", module)  # some trainers save the uncompiled module
         hooks = ExitStack()
         for owner in (saved, *self.optimizers):
             hooks.callback(owner.register_state_dict_pre_hook(self._before_saving).remove)
+        before_call = partial(module.register_forward_pre_hook, prepend=True, with_kwargs=True)
+        hooks.callback(before_call(self._before_call).remove)
+        for opt in self.optimizers:
+            hooks.callback(opt.register_step_pre_hook(self._before_step).remove)
         return hooks
 
     @_disable_dynamo  # the module may be compiled

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, NoReturn
 
@@ -392,17 +392,26 @@ class BaseOptimizer(Optimizer, ABC):
         self._refresh()
         self._place_state()  # parameters may have been moved, frozen or unfrozen
 
-        def copy_dictionaries(_: Optimizer, packed: State) -> None:
-            # A step changes flags in `scalars`, eval() adds entries, and so may users' hooks.
-            for i in range(len(self.parameters())):
-                entry = packed["state"].get(i, {})
-                packed["state"][i] = {k: dict(v) if k == "scalars" else v for k, v in entry.items()}
+        def copy_numbers(_: Optimizer, packed: State) -> None:
+            copies = self._copied_numbers()
+            for i, p in enumerate(self.parameters()):
+                packed["state"][i] = copies[p]
 
-        hook = self.register_state_dict_post_hook(copy_dictionaries, prepend=True)
+        # After pre-hooks, which may call eval(), and before the user's own post-hooks.
+        hook = self.register_state_dict_post_hook(copy_numbers, prepend=True)
         try:
             return super().state_dict()
         finally:
             hook.remove()
+
+    def _copied_numbers(self) -> defaultdict[Tensor, State]:
+        """Return the state with its numbers copied: pickling a view would save the whole table."""
+        state = defaultdict(dict, self.state)
+        for info, numbers in zip(self._infos, self._tensor_table.snapshot()):
+            state[info.p] = info.state | numbers
+        (shared,) = self._shared_table.snapshot()
+        state[self._state_owner]["scalars"] = self._shared_state | shared
+        return state
 
     @outside_inference_mode()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -436,10 +445,11 @@ class BaseOptimizer(Optimizer, ABC):
                 hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ["_check_finite", "_shared_state", "generation", "_skips_reported"]
-        names += self._copied_names
-        attributes = {k: v for k, v in vars(self).items() if k in names}
-        return super().__getstate__() | attributes
+        names = ("_check_finite", "generation", "_skips_reported", *self._copied_names)
+        attributes = {name: vars(self)[name] for name in names if name in vars(self)}
+        state = self._copied_numbers()
+        attributes["_shared_state"] = state[self._state_owner]["scalars"]
+        return super().__getstate__() | attributes | {"state": state}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)

@@ -96,8 +96,8 @@ class RandomReplay:
     """What a paired optimizer knows about the random streams of its evaluations."""
 
     _replay_rng: Generators | None
+    _shared_state: dict[str, Any]
     param_groups: list[dict[str, Any]]
-    pending_streams: RandomStreams | None = None  # where those of the pending sample began
 
     @property
     def replays_rng(self) -> bool:
@@ -112,6 +112,22 @@ class RandomReplay:
         """Return a snapshot of the random streams that an evaluation may draw from."""
         devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
         return RandomStreams(devices, self._replay_rng or ())
+
+    @property
+    def pending_streams(self) -> Tensor | None:
+        """Where the random streams of the pending sample began, packed; None if unknown."""
+        packed: Tensor = self._shared_state["rng"]
+        return packed if bool(packed.any()) else None
+
+    @pending_streams.setter
+    def pending_streams(self, packed: Tensor | None) -> None:
+        rng = self._shared_state["rng"]
+        if packed is None:
+            rng.zero_()
+        elif packed.shape == rng.shape:
+            rng.copy_(packed)
+        else:
+            self._shared_state["rng"] = packed  # of other devices
 
 
 class FreshGradients:

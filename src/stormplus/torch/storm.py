@@ -156,7 +156,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 fresh.check()
                 self._estimate()
             except BaseException:
-                self.pending_streams = streams  # for `same_sample`, to complete it
+                self.pending_streams = streams.pack()  # for `same_sample`, to complete it
                 raise
             return loss
 
@@ -369,7 +369,10 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         return describe(rule) | {"unit": self._unit}
 
     def _initial_flags(self) -> State:
-        return {"phase": START}
+        # The distributed checkpoint loads only what exists already, so the random streams of a
+        # pending sample have their place from the start.
+        rng = torch.zeros_like(self.random_streams().pack())
+        return {"phase": START, "rng": rng}
 
 
 class StormPlus(PairedOptimizer):
