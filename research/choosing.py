@@ -151,7 +151,9 @@ def main() -> None:
     given = options.parse_args()
     if not given.draw_only:
         save("choosing.json", measure(given.model))
-    draw(load("choosing.json"))
+    numbers = load("choosing.json")
+    if all(title in numbers for title in MODELS):
+        draw(numbers)
 
 
 if __name__ == "__main__":

@@ -172,7 +172,8 @@ def main() -> None:
     for part in [wanted] if wanted else parts:
         found[part] = parts[part]()
         save("units.json", found | {"versions": versions()})
-    draw(found["map"])
+    if "map" in found:
+        draw(found["map"])
 
 
 if __name__ == "__main__":

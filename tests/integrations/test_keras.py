@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from contextlib import suppress
 from functools import partial
 
 import pytest
@@ -14,8 +15,10 @@ from tests.support import trainer_cases
 from tests.support.keras_cases import (
     FEATURES,
     Model,
+    Run,
     StormPlusModelMixin,
     StormPlusOptimizer,
+    compiled,
     fitted,
     keras,
     keras_distance,
@@ -26,6 +29,7 @@ from tests.support.trainer_cases import (
     BATCHES,
     ROWS,
     SAMPLES,
+    Settings,
     assert_at_average,
     assert_same_states,
     data,
@@ -91,6 +95,22 @@ def test_a_loaded_model_continues(tmp_path, method):
     loaded = keras.saving.load_model(tmp_path / "half.keras")
     assert type(loaded) is Model
     second = fitted(loaded, epochs=1, first=BATCHES)
+    whole = fitted(keras_network(seeded=False), method=method)
+    assert_same_states(first.states + second.states, whole.states)
+
+
+@pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
+def test_backup_and_restore_continues(tmp_path, method):
+    class Stop(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+    backup, first = partial(keras.callbacks.BackupAndRestore, tmp_path / "backup"), Run()
+    with suppress(KeyboardInterrupt):
+        fitted(keras_network(seeded=False), backup(), Stop(), s=Settings(run=first), method=method)
+    again = compiled(keras_network(seed=1, seeded=False), method)
+    second = fitted(again, backup(), first=BATCHES)
     whole = fitted(keras_network(seeded=False), method=method)
     assert_same_states(first.states + second.states, whole.states)
 

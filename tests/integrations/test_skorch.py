@@ -11,7 +11,7 @@ pytest.importorskip("skorch")
 
 from sklearn.base import clone
 from skorch import NeuralNet
-from skorch.callbacks import Callback
+from skorch.callbacks import Callback, Checkpoint, LoadInitState
 from tests.support import trainer_cases
 from tests.support.skorch_cases import Net
 from tests.support.trainer_cases import (
@@ -40,6 +40,14 @@ def test_the_mixin_sets_the_papers_lr_and_takes_any_of_the_optimizers():
     assert (group["lr"], group["weight_decay"]) == (0.1, 0.1)
     twin = clone(run.trainer.set_params(callbacks=None))
     assert (twin.optimizer, twin.lr) == (SimplifiedStormPlus, 0.1)
+
+
+def test_checkpoints_and_load_init_state_continue_the_run(tmp_path):
+    first, last = (Checkpoint(monitor=None, dirname=tmp_path) for _ in range(2))
+    start = fit(("save", first), epochs=1)
+    rest = fit(("load", LoadInitState(last)), epochs=1)
+    assert len(start.states) == len(rest.states) == BATCHES
+    assert rest.opt.grad_evaluations == 2 * SAMPLES - 1
 
 
 @pytest.mark.parametrize("kind", [StormPlus, Untuned], ids=lambda kind: kind.__name__)

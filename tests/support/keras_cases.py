@@ -145,8 +145,8 @@ def evaluate(run):
     ways[len(run.states) % len(ways)](run.trainer)
 
 
-def keras_network(dtype="float32", seeded=True):
-    keras.utils.set_random_seed(0)
+def keras_network(dtype="float32", seed=0, seeded=True):
+    keras.utils.set_random_seed(seed)
     x = keras.Input((FEATURES,))
     h = keras.layers.Dense(8, dtype=dtype)(x)
     h = keras.layers.BatchNormalization(momentum=0.75, dtype=dtype)(h)

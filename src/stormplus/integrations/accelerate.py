@@ -34,6 +34,7 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
     """Accelerate's wrapper around a paired optimizer, as `prepare` returns it."""
 
     model: nn.Module | None
+    _warned = False
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
@@ -50,7 +51,8 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
             return opt.step()  # raises, and says what to write
         if not self.gradient_state.sync_gradients:
             raise RuntimeError(f"Accelerate would silently drop this closure: {ACCUMULATE}")
-        if max_grad_norm is not None and not opt.started:
+        if max_grad_norm is not None and not self._warned:
+            self._warned = True
             warnings.warn(f"max_grad_norm={max_grad_norm:g} {CLIPPING}", stacklevel=2)
 
         def clip() -> None:
