@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from stormplus import untuned_rule as rule
-from stormplus.torch._base import BaseOptimizer, outside_inference_mode
+from stormplus.torch._base import BaseOptimizer
 from stormplus.torch._checkpoint import entries, scalars_of
 from stormplus.torch._checks import parameter_name, warn
 from stormplus.torch._sharding import coordinate_count, is_dtensor, local, reshard
@@ -101,7 +101,7 @@ class AveragedOptimizer(BaseOptimizer):
         self._refresh()  # a trainer that loads a state may copy its dictionaries
         return bool(self._shared_state["averaged"])
 
-    @outside_inference_mode()
+    @torch.inference_mode(False)
     @torch.no_grad()
     def eval(self) -> None:
         """Put the average into the parameters: call it before you validate or save a model.

@@ -33,11 +33,6 @@ NOTHING_MOVED = "nothing has moved: go on with another sample"
 _ORDINARY_TYPES = (Tensor, nn.Parameter)  # neither sharded nor another subclass
 
 
-def outside_inference_mode() -> torch.inference_mode:
-    """Leave inference mode: tensors created inside it could not be updated later."""
-    return torch.inference_mode(False)
-
-
 class BaseOptimizer(Optimizer, ABC):
     """Base of all optimizers: state exists from construction and survives saving and loading.
 
@@ -110,9 +105,8 @@ class BaseOptimizer(Optimizer, ABC):
         return handle
 
     def _notify(self, event: str) -> None:
-        if self._pass_hooks:
-            for hook in tuple(self._pass_hooks.values()):
-                hook(self, event)
+        for hook in tuple(self._pass_hooks.values()):
+            hook(self, event)
 
     # -- sums over tensors and processes, and numbers that are not finite ------------------------
 
@@ -192,7 +186,7 @@ class BaseOptimizer(Optimizer, ABC):
         if self._infos:
             self._adopt_parameters()
 
-    @outside_inference_mode()
+    @torch.inference_mode(False)  # a tensor created inside could not be updated later
     def _adopt_parameters(self) -> None:
         """Make state for new parameters, drop that of removed ones, and build the tables."""
         params = self.parameters()
@@ -231,22 +225,19 @@ class BaseOptimizer(Optimizer, ABC):
         self._frozen = [info.p for info, is_used in zip(self._infos, used) if not is_used]
 
     def _place_state(self) -> None:
-        """Place buffers beside trainable parameters, and `scalars` with the last of them.
-
-        If some are on an accelerator, the last one there: a step must not wait for its numbers.
-        """
+        """Place buffers beside trainable parameters, and `scalars` with the last of them."""
         for info in self._infos:
             info.state.pop("scalars", None)
             if info.p.requires_grad:
                 self._place_buffers(info)
             elif not info.state["started"]:  # else only a step without it frees its buffers
                 self._release(info)
-        params = self.parameters()
+        params = self.parameters()  # on an accelerator if possible: a step must not wait for it
         ranks = [(p.requires_grad, p.device.type != "cpu", i) for i, p in enumerate(params)]
         self._state_owner = params[max(ranks)[-1]]
         self.state[self._state_owner]["scalars"] = self._shared_state
 
-    @outside_inference_mode()
+    @torch.inference_mode(False)
     def _place_buffers(self, info: ParamInfo) -> None:
         """Make a parameter's buffers, or let them follow it after `.to()`."""
         p, state, kinds = info.p, info.state, self._buffers(info.p)
@@ -413,7 +404,7 @@ class BaseOptimizer(Optimizer, ABC):
         state[self._state_owner]["scalars"] = self._shared_state | shared
         return state
 
-    @outside_inference_mode()
+    @torch.inference_mode(False)
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state so that the run continues bit for bit; another optimizer's is rejected."""
         saved: State = {}
