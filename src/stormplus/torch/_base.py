@@ -134,6 +134,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
         """Look for gradients that are not finite: raise on the CPU, return a flag on a device."""
+        self._raise_if_skipped()
         if not (self._check_finite and groups):
             return None
         parts = [(group.process_groups, group.kernels.any_nonfinite(group)) for group in groups]

@@ -163,8 +163,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     @torch.no_grad()
     def _move(self) -> None:
         """Move x by -lr eta d / unit, with eta from the last sample, and subtract g~ from d."""
-        self._notify("before_move")
-        self._raise_if_skipped()
+        if self._pass_hooks:
+            self._notify("before_move")
         groups = [group for group in self._tensor_groups() if not group.is_new]
         skip = self._find_nonfinite(groups)
         if skip is not None:
@@ -188,12 +188,14 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         torch.clear_autocast_cache()
         self._shared_state["phase"] = PENDING
         self.pending_streams = None  # `same_sample` sets it again in its after_move hook
-        self._notify("after_move")
+        if self._pass_hooks:
+            self._notify("after_move")
 
     @torch.no_grad()
     def _estimate(self) -> None:
         """Complete d with the gradient here, and compute a and eta for the next move."""
-        self._notify("before_estimate")
+        if self._pass_hooks:
+            self._notify("before_estimate")
         phase, groups = self._shared_state["phase"], self._tensor_groups()
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
         scalars, on_host, skip = self._read_shared(), self._shared_table.on_host, None
@@ -231,7 +233,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         self._mark_started(groups)
         self._shared_state["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
-        self._notify("after_estimate")
+        if self._pass_hooks:
+            self._notify("after_estimate")
 
     def _tensor_groups(self) -> list[TensorGroup]:
         """Sort the parameters that take part by options, backend, device, dtype and shards.

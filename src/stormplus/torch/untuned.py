@@ -128,9 +128,11 @@ class Untuned(AveragedOptimizer):
             )
         groups = self._tensor_groups()
         if groups:  # without any gradient, no step, as in torch.optim
-            self._notify("before_step")
+            if self._pass_hooks:
+                self._notify("before_step")
             self._update(groups)
-            self._notify("after_step")
+            if self._pass_hooks:
+                self._notify("after_step")
         return loss
 
     def _tensor_groups(self) -> list[TensorGroup]:
@@ -146,7 +148,6 @@ class Untuned(AveragedOptimizer):
 
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
-        self._raise_if_skipped()
         skip, grad_scale = self._skip_flag(groups)
         table = self._tensor_table
         rows, xp = table.rows, table.xp
@@ -238,6 +239,7 @@ class Untuned(AveragedOptimizer):
             scale = float(scale) if on_host else scale.to(like, non_blocking=True).reshape(())
         if found_inf is None:
             return self._find_nonfinite(groups), scale
+        self._raise_if_skipped()
         if on_host:
             return (found_inf if bool(found_inf) else None), scale
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
