@@ -19,7 +19,16 @@ def later(
     unit=1.0, mask=None, gradient_transform=None,
 ):  # fmt: skip
     """Return a transformation with a rule that has no public function of its own."""
-    return _paired(name, rule, Options.from_arguments(locals()))
+    options = Options(
+        lr=lr,
+        weight_decay=weight_decay,
+        decoupled_weight_decay=decoupled_weight_decay,
+        maximize=maximize,
+        unit=unit,
+        mask=mask,
+        gradient_transform=gradient_transform,
+    )
+    return _paired(name, rule, options)
 
 
 LATER = {
