@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
+from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer
 from stormplus.torch.kernels import native
 from stormplus_bench.simulated_device import SimulatedDevice, device_counts, value
@@ -359,3 +360,13 @@ def test_some_parameters_may_stay_on_the_cpu(device, make, on_cpu):
     mixed = [device.put, device.put]
     mixed[on_cpu] = torch.clone
     torch.testing.assert_close(run(*mixed), run(torch.clone, torch.clone))
+
+
+def test_swapping_the_average_in_under_a_trainer_does_not_wait(device):
+    run = small(Untuned, device.put)
+    run.step(GOOD[0])
+    average = Average([run.opt])
+    device.reset()
+    average.swap_in()
+    assert device.counts.syncs == 0
+    average.swap_out()

@@ -86,8 +86,10 @@ class Average:
         self._batches.append(evaluate)
 
     def _recalibrate(self) -> None:
-        steps = [opt.grad_evaluations for opt in self.optimizers]
-        if self._model is None or not self._batches or steps == self._recalibrated_at:
+        if self._model is None or not self._batches:
+            return
+        steps = [opt.grad_evaluations for opt in self.optimizers]  # waits for the device
+        if steps == self._recalibrated_at:
             return
         self._recalibrated_at = steps
         devices = {p.device for opt in self.optimizers for p in opt.parameters()}

@@ -38,8 +38,8 @@ class BaseOptimizer(Optimizer, ABC):
 
     `state[p]` has the parameter's buffers and `started`: whether it has had a gradient. Numbers
     that all parameters share are in a dictionary, `scalars`, in the state of the last trainable
-    parameter: torch's loader and its distributed checkpoint keep what is there, but leave out
-    frozen parameters, which usually come first. `generation` counts loads and resets.
+    parameter (on an accelerator, if there is one): torch's loader and its distributed checkpoint
+    leave out frozen parameters, which usually come first. `generation` counts loads and resets.
     """
 
     _shared_initial: ClassVar[Mapping[str, float]]  # what all parameters share, initially
