@@ -58,6 +58,7 @@ class Kind:
                 sampled.index = sampled.index[::3].contiguous()
                 sampled.count_here = len(sampled.index)
                 sampled.in_whole = places[: sampled.count_here]
+                sampled.stride = 0
         return coordinates
 
     def untuned(self):

@@ -88,6 +88,7 @@ class SampledCoordinates:
         count_here: How many of the sampled ones are here.
         index: Which elements of the local part, in its `memory_order`, are sampled; ascending.
         in_whole: Their places in the whole sample.
+        stride: k, if `index` is 0, k, 2k, ... and `in_whole` is 0, 1, 2, ...; else 0.
     """
 
     size: int
@@ -95,12 +96,14 @@ class SampledCoordinates:
     count_here: int
     index: Tensor
     in_whole: Tensor
+    stride: int
 
     @classmethod
     def of(cls, p: Tensor) -> SampledCoordinates:
         size, x = _real_size(p), torch.atleast_1d(local(p))
         shape = (*p.shape, 2) if p.is_complex() else tuple(p.shape) or (1,)
-        sampled = np.arange(0, size, sample_stride(size))
+        stride = sample_stride(size)
+        sampled = np.arange(0, size, stride)
         here, places = np.full(len(sampled), True), []
         for coordinate, held in zip(np.unravel_index(sampled, shape), _local_ranges(p, shape)):
             here &= (held.start <= coordinate) & (coordinate < held.stop)
@@ -111,7 +114,9 @@ class SampledCoordinates:
         ascending = index.argsort()
         index_here, places_here = index[ascending], in_whole[ascending]
         uploaded = _index_on_device(index_here, x), _index_on_device(places_here, x)
-        return cls(size, len(sampled), len(index_here), *uploaded)
+        every_kth = np.array_equal(index_here, range(0, x.numel(), stride))
+        stride = stride if every_kth and _is_range(places_here) else 0
+        return cls(size, len(sampled), len(index_here), *uploaded, stride)
 
     def store(self, x: Tensor, whole: Tensor, process_groups: ProcessGroups) -> None:
         """Write the sampled coordinates of x into `whole`, complete on every process."""
@@ -151,9 +156,13 @@ def _local_ranges(p: Tensor, shape: tuple[int, ...]) -> list[range]:
 def _index_on_device(index: np.ndarray, x: Tensor) -> Tensor:
     """Return an index on the device of x. Of a small tensor it is 0, 1, ...: these share one."""
     n = len(index)
-    if np.array_equal(index, np.arange(n)) and not torch._C._len_torch_dispatch_stack():
+    if _is_range(index) and not torch._C._len_torch_dispatch_stack():
         return _first_integers(1 << n.bit_length(), x.device)[:n]
     return torch.from_numpy(index).to(x.device)
+
+
+def _is_range(index: np.ndarray) -> bool:
+    return np.array_equal(index, np.arange(len(index)))
 
 
 @lru_cache(maxsize=64)

@@ -124,12 +124,12 @@ def _table(group: TensorGroup) -> bytes:
     rows: list[int] = []
     if group.estimators:
         for x, g, d in zip(group.params, group.grads, group.estimators):
-            rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0, 0)
+            rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0)
     else:
         lists = group.z_minus_x, group.grad_rms, group.initial_sample, group.coordinates
         masters = group.masters or group.params  # which are not used
         for x, g, y, e, s, z_1, sampled in zip(group.params, group.grads, masters, *lists):
             rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
-            rows += (z_1.data_ptr(), y.data_ptr(), sampled.count_here)
+            rows += (z_1.data_ptr(), y.data_ptr(), sampled.count_here, sampled.stride)
             rows += (sampled.index.data_ptr(), sampled.in_whole.data_ptr())
     return struct.pack(f"{len(rows)}q", *rows)
