@@ -68,7 +68,6 @@ class TensorGroup:
     initial_sample: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)  # empty unless in half precision
     coordinates: list[SampledCoordinates] = field(default_factory=list)
-    backend_cache: Any = None  # what a backend keeps between its check and its pass
 
     def slice(self, start: int, end: int) -> TensorGroup:
         """Return a group with some of the tensors."""

@@ -29,14 +29,6 @@
 
 typedef enum { F32, F64, BF16, F16 } Dtype; /* in the order of native.py */
 
-/* A row of `_table` in native.py; what a pass does not use is zero. */
-typedef struct {
-    int64_t size;
-    void *param, *grad, *estimator, *z_minus_x, *grad_rms, *initial_sample, *master;
-    int64_t samples, stride; /* how many coordinates are sampled: every k-th one or, if that is 0, */
-    const int64_t *index, *in_whole; /* which, and where they are in the sample */
-} Tensor;
-
 /* Of one tensor; the fields of `UntunedCoefficients` in plain.py. */
 typedef struct {
     double alpha, max_move, decay, grad_weight, average_weight, grad_factor, step;
@@ -44,8 +36,13 @@ typedef struct {
 
 /* The fields of `_Arguments` in native.py; what a pass does not use is zero. */
 typedef struct {
-    const Tensor *tensors;
-    int64_t count;
+    int64_t count; /* of tensors; each of the lists has one entry per tensor */
+    const int64_t *sizes;
+    void *const *params, *const *grads, *const *estimators;
+    void *const *z_minus_x, *const *grad_rms, *const *initial_sample, *const *masters;
+    /* How many coordinates are sampled: every k-th one or, where the stride is 0, which, and where
+       they are in the whole sample. */
+    const int64_t *sample_counts, *sample_strides, *const *sample_index, *const *sample_in_whole;
     double *sums; /* two per tensor: |g|^2 and |d|^2, or the sums of u^2 and of (z - z_1)^2 */
     int threads;
     double sign, l2;          /* -1 to maximize; weight decay as part of the objective */
@@ -125,16 +122,16 @@ INLINE void store_state(void *data, int64_t i, double value, Dtype dtype, uint32
     ((uint16_t *)data)[i] = (uint16_t)(value != value ? 0x7FC0 : rounded);
 }
 
-/* Returns which of the sampled coordinates, in ascending order, is the first at `place` or after. */
-static int64_t first_sample(const Tensor *t, int64_t place) {
-    int64_t low = 0, high = t->samples;
-    if (t->stride) return (place + t->stride - 1) / t->stride;
-    while (low < high) {
-        int64_t middle = low + (high - low) / 2;
-        if (t->index[middle] < place)
+/* Returns which of the n sampled coordinates, in ascending order, is the first at `place` or after. */
+static int64_t first_sample(const int64_t *index, int64_t n, int64_t stride, int64_t place) {
+    int64_t low = 0;
+    if (stride) return (place + stride - 1) / stride;
+    while (low < n) {
+        int64_t middle = low + (n - low) / 2;
+        if (index[middle] < place)
             low = middle + 1;
         else
-            high = middle;
+            n = middle;
     }
     return low;
 }
@@ -163,7 +160,7 @@ LARGEST(uint64_t)
 
 CLONES static void any_nonfinite(const Arguments *args, Chunk *chunk) {
     const int64_t start = chunk->start, n = chunk->stop - start;
-    const void *g = args->tensors[chunk->tensor].grad;
+    const void *g = args->grads[chunk->tensor];
     if (args->dtype == F64)
         chunk->sums[0] = largest_uint64_t((const uint64_t *)g + start, n) >= 0x7FF0000000000000u;
     else if (args->dtype == F32)
@@ -202,14 +199,14 @@ CLONES static void any_nonfinite(const Arguments *args, Chunk *chunk) {
 static int for_chunks(void pass(const Arguments *, Chunk *), const Arguments *args, int backwards) {
     int64_t all = 0, elements = 0;
     for (int64_t i = 0; i < args->count; i++) {
-        all += (args->tensors[i].size + CHUNK - 1) / CHUNK;
-        elements += args->tensors[i].size;
+        all += (args->sizes[i] + CHUNK - 1) / CHUNK;
+        elements += args->sizes[i];
     }
     Chunk *chunks = malloc((size_t)(all + 1) * sizeof *chunks), *next = chunks;
     if (chunks == NULL) return -1;
     for (int64_t i = 0; i < args->count; i++)
-        for (int64_t start = 0; start < args->tensors[i].size; start += CHUNK)
-            *next++ = (Chunk){i, start, MIN(start + CHUNK, args->tensors[i].size), {0, 0}};
+        for (int64_t start = 0; start < args->sizes[i]; start += CHUNK)
+            *next++ = (Chunk){i, start, MIN(start + CHUNK, args->sizes[i]), {0, 0}};
     /* Waking a thread costs as much as some 2^16 elements, and far more if its core is busy. */
     int64_t useful = elements >> 16;
     int threads = (int)MAX(1, MIN(useful, args->threads));
@@ -240,15 +237,15 @@ int stormplus_untuned_step(const Arguments *args) {
 #else /* the loops, with arithmetic in WIDE */
 
 INLINE void NAME(move_loop)(const Arguments *args, const Chunk *chunk, int decays, Dtype dtype) {
-    const Tensor t = args->tensors[chunk->tensor];
     const WIDE alpha = (WIDE)args->alpha, sign = (WIDE)args->sign, l2 = (WIDE)args->l2;
-    WIDE *estimator = t.estimator;
+    void *param = args->params[chunk->tensor], *grad = args->grads[chunk->tensor];
+    WIDE *estimator = args->estimators[chunk->tensor];
 #pragma omp simd
     for (int64_t i = chunk->start; i < chunk->stop; i++) {
-        WIDE x = (WIDE)load(t.param, i, dtype), d = estimator[i];
-        WIDE g_tilde = sign * (WIDE)load(t.grad, i, dtype);
+        WIDE x = (WIDE)load(param, i, dtype), d = estimator[i];
+        WIDE g_tilde = sign * (WIDE)load(grad, i, dtype);
         if (decays) g_tilde += l2 * x;
-        store(t.param, i, x - alpha * d, dtype); /* Alg. 1, line 4 */
+        store(param, i, x - alpha * d, dtype); /* Alg. 1, line 4 */
         estimator[i] = d - g_tilde;              /* Alg. 1, line 6: the bracket */
     }
 }
@@ -258,15 +255,15 @@ CLONES static void NAME(move)(const Arguments *args, Chunk *chunk) {
 }
 
 INLINE void NAME(estimate_loop)(const Arguments *args, Chunk *chunk, int decays, Dtype dtype) {
-    const Tensor t = args->tensors[chunk->tensor];
     const WIDE one_minus_a = (WIDE)args->one_minus_a, sign = (WIDE)args->sign, l2 = (WIDE)args->l2;
     const int first = args->first, finite_only = args->finite_only;
-    WIDE *estimator = t.estimator;
+    const void *param = args->params[chunk->tensor], *grad = args->grads[chunk->tensor];
+    WIDE *estimator = args->estimators[chunk->tensor];
     double g_sq = 0, d_sq = 0;
 #pragma omp simd reduction(+ : g_sq, d_sq)
     for (int64_t i = chunk->start; i < chunk->stop; i++) {
-        WIDE d = sign * (WIDE)load(t.grad, i, dtype);
-        if (decays) d += l2 * (WIDE)load(t.param, i, dtype);
+        WIDE d = sign * (WIDE)load(grad, i, dtype);
+        if (decays) d += l2 * (WIDE)load(param, i, dtype);
         g_sq += (double)d * (double)d;
         d = (d - d != 0) & finite_only ? 0 : d; /* & and no branch: it vectorises */
         d = first ? d : d + one_minus_a * estimator[i]; /* Alg. 1, line 1 or line 6 */
@@ -300,9 +297,10 @@ INLINE WIDE NAME(update_rms)(WIDE g, WIDE *s, WIDE w, WIDE one_minus_w) {
     return near_g / (root == 0 ? 1 : root);
 }
 
-/* Updates a portion of a chunk with the coefficients k, and returns the sum of u^2. */
-INLINE WIDE NAME(update)(const Tensor t, const Coefficients k, int64_t start, int64_t stop,
+/* Updates elements [start, stop) of a tensor, and returns the sum of u^2. */
+INLINE WIDE NAME(update)(const Arguments *args, int64_t tensor, int64_t start, int64_t stop,
                          int decays, Dtype state, Dtype dtype) {
+    const Coefficients k = args->coefficients[tensor];
     const double c = k.average_weight;
     const WIDE alpha = (WIDE)k.alpha, max_move = (WIDE)k.max_move, decay = (WIDE)k.decay;
     const WIDE w = (WIDE)k.grad_weight, one_minus_w = (WIDE)(1 - k.grad_weight);
@@ -311,39 +309,47 @@ INLINE WIDE NAME(update)(const Tensor t, const Coefficients k, int64_t start, in
     const uint32_t twice_step = (uint32_t)(2 * (uint64_t)k.step);
     const uint32_t key_e = mix_bits(twice_step), key_s = mix_bits(twice_step + 1);
     const int has_master = dtype == BF16 || dtype == F16;
-    WIDE *master = t.master, u_sq = 0;
+    const void *grad = args->grads[tensor];
+    void *param = args->params[tensor];
+    void *z_minus_x = args->z_minus_x[tensor], *grad_rms = args->grad_rms[tensor];
+    WIDE *master = has_master ? args->masters[tensor] : NULL, u_sq = 0;
 #pragma omp simd reduction(+ : u_sq)
     for (int64_t i = start; i < stop; i++) {
-        WIDE g = grad_factor * (WIDE)load(t.grad, i, dtype), s = (WIDE)load(t.grad_rms, i, state);
+        WIDE g = grad_factor * (WIDE)load(grad, i, dtype), s = (WIDE)load(grad_rms, i, state);
         WIDE u = NAME(update_rms)(g, &s, w, one_minus_w);
-        WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
+        WIDE y = (WIDE)load(param, i, dtype), e = (WIDE)load(z_minus_x, i, state);
         if (has_master) y = from_half(to_half(master[i], dtype), dtype) == y ? master[i] : y;
         WIDE move = alpha * u;
         move = move > max_move ? max_move : move < -max_move ? -max_move : move;
         if (decays) move += decay * (y + (WIDE)B * e);
         WIDE m = e - move; /* the algebra is in plain.py */
         y += m_weight * m - (WIDE)(1 - B) * e;
-        store(t.param, i, y, dtype);
+        store(param, i, y, dtype);
         if (has_master) master[i] = y;
-        store_state(t.z_minus_x, i, one_minus_c * m, state, key_e);
-        store_state(t.grad_rms, i, s, state, key_s);
+        store_state(z_minus_x, i, one_minus_c * m, state, key_e);
+        store_state(grad_rms, i, s, state, key_s);
         u_sq += u * u;
     }
     return u_sq;
 }
 
 /* Returns the sum of (z - z_1)^2 over the sampled elements of a chunk. */
-INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, int64_t stride, Dtype state,
+INLINE double NAME(measure)(const Arguments *args, const Chunk *chunk, int64_t stride, Dtype state,
                             Dtype dtype) {
-    const int64_t first = first_sample(&t, chunk->start), end = first_sample(&t, chunk->stop);
-    const WIDE *z_1 = t.initial_sample, *master = t.master;
+    const int64_t tensor = chunk->tensor, samples = args->sample_counts[tensor];
+    const int64_t *index = args->sample_index[tensor], *in_whole = args->sample_in_whole[tensor];
+    const int64_t first = first_sample(index, samples, stride, chunk->start);
+    const int64_t end = first_sample(index, samples, stride, chunk->stop);
+    const void *param = args->params[tensor], *z_minus_x = args->z_minus_x[tensor];
+    const int has_master = dtype == BF16 || dtype == F16;
+    const WIDE *z_1 = args->initial_sample[tensor];
+    const WIDE *master = has_master ? args->masters[tensor] : NULL;
     double displacement_sq = 0;
 #pragma omp simd reduction(+ : displacement_sq)
     for (int64_t k = first; k < end; k++) {
-        int64_t i = stride ? k * stride : t.index[k], place = stride ? k : t.in_whole[k];
-        WIDE y = (WIDE)load(t.param, i, dtype), e = (WIDE)load(t.z_minus_x, i, state);
-        /* A half-precision y can be infinite where its master is not. */
-        if (dtype == BF16 || dtype == F16) y = master[i] + 0 * y;
+        int64_t i = stride ? k * stride : index[k], place = stride ? k : in_whole[k];
+        WIDE y = (WIDE)load(param, i, dtype), e = (WIDE)load(z_minus_x, i, state);
+        if (has_master) y = master[i] + 0 * y; /* y can be infinite where its master is not */
         double moved = (double)(y + (WIDE)B * e - z_1[place]);
         displacement_sq += moved * moved;
     }
@@ -352,16 +358,15 @@ INLINE double NAME(measure)(const Tensor t, const Chunk *chunk, int64_t stride, 
 
 INLINE void NAME(untuned_chunk)(const Arguments *args, Chunk *chunk, int decays, Dtype state,
                                 Dtype dtype) {
-    const Tensor t = args->tensors[chunk->tensor];
-    const Coefficients k = args->coefficients[chunk->tensor];
+    const int64_t tensor = chunk->tensor, stride = args->sample_strides[tensor];
     for (int64_t start = chunk->start; start < chunk->stop; start += PORTION) {
         int64_t stop = MIN(start + PORTION, chunk->stop);
-        chunk->sums[0] += NAME(update)(t, k, start, stop, decays, state, dtype);
+        chunk->sums[0] += NAME(update)(args, tensor, start, stop, decays, state, dtype);
     }
-    if (t.stride == 1) /* as a constant it is twice as fast */
-        chunk->sums[1] = NAME(measure)(t, chunk, 1, state, dtype);
+    if (stride == 1) /* as a constant it is twice as fast */
+        chunk->sums[1] = NAME(measure)(args, chunk, 1, state, dtype);
     else
-        chunk->sums[1] = NAME(measure)(t, chunk, t.stride, state, dtype);
+        chunk->sums[1] = NAME(measure)(args, chunk, stride, state, dtype);
 }
 
 INLINE void NAME(untuned_loop)(const Arguments *args, Chunk *chunk, int decays, Dtype dtype) {

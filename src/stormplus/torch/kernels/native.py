@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,22 @@ def supports(x: Tensor, grad: Tensor, *state: Tensor) -> bool:
 
 
 class _Arguments(ctypes.Structure):
-    """The same as `Arguments` in native.c."""
+    """The same as `Arguments` in native.c; what a pass does not use is zero."""
 
     _fields_ = [
-        ("tensors", ctypes.c_char_p),
         ("count", ctypes.c_int64),
+        ("sizes", ctypes.c_char_p),
+        ("params", ctypes.c_char_p),
+        ("grads", ctypes.c_char_p),
+        ("estimators", ctypes.c_char_p),
+        ("z_minus_x", ctypes.c_char_p),
+        ("grad_rms", ctypes.c_char_p),
+        ("initial_sample", ctypes.c_char_p),
+        ("masters", ctypes.c_char_p),
+        ("sample_counts", ctypes.c_char_p),
+        ("sample_strides", ctypes.c_char_p),
+        ("sample_index", ctypes.c_char_p),
+        ("sample_in_whole", ctypes.c_char_p),
         ("sums", ctypes.POINTER(ctypes.c_double)),
         ("threads", ctypes.c_int),
         ("sign", ctypes.c_double),
@@ -75,7 +87,7 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
-    _run("move", group, alpha=alpha)
+    _run("move", group, **_pair_lists(group), alpha=alpha)
     _increment_version(group.params)  # autograd has not seen the writes
 
 
@@ -83,7 +95,8 @@ def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
 ) -> tuple[Number, Number]:
     """See plain.py."""
-    sums = _run("estimate", group, one_minus_a=one_minus_a, first=first, finite_only=finite_only)
+    options = {"one_minus_a": one_minus_a, "first": first, "finite_only": finite_only}
+    sums = _run("estimate", group, **_pair_lists(group), **options)
     return sum(sums[::2]), sum(sums[1::2])
 
 
@@ -91,45 +104,53 @@ def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
 ) -> Numbers:
     """See plain.py."""
-    rows = np.array(coefficients, np.float64).tobytes("F")  # those of a tensor are adjacent
-    state_dtype = _DTYPES[group.z_minus_x[0].dtype]
-    sums = _run("untuned_step", group, coefficients=rows, state_dtype=state_dtype)
+    sums = _run(
+        "untuned_step",
+        group,
+        params=_addresses(group.params),
+        z_minus_x=_addresses(group.z_minus_x),
+        grad_rms=_addresses(group.grad_rms),
+        initial_sample=_addresses(group.initial_sample),
+        masters=_addresses(group.masters),
+        sample_counts=_packed([sampled.count_here for sampled in group.coordinates]),
+        sample_strides=_packed([sampled.stride for sampled in group.coordinates]),
+        sample_index=_addresses([sampled.index for sampled in group.coordinates]),
+        sample_in_whole=_addresses([sampled.in_whole for sampled in group.coordinates]),
+        state_dtype=_DTYPES[group.z_minus_x[0].dtype],
+        # The numbers of a tensor are adjacent.
+        coefficients=np.array(coefficients, np.float64).tobytes("F"),
+    )
     _increment_version(group.params)  # autograd has not seen the writes
     per_tensor: Numbers = np.frombuffer(sums).reshape(-1, 2).T
     return per_tensor
 
 
+def _pair_lists(group: TensorGroup) -> dict[str, Any]:
+    lists = {"params": _addresses(group.params), "estimators": _addresses(group.estimators)}
+    return lists | {"sign": group.sign, "l2": group.l2}
+
+
+def _addresses(tensors: Sequence[Tensor]) -> bytes:
+    return _packed([t.data_ptr() for t in tensors])
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(numbers)}q", *numbers)
+
+
 def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
-    """Run a pass, and return its sums, two per tensor."""
-    table, count = group.backend_cache or _table(group), len(group.params)
-    group.backend_cache = table if name == "any_nonfinite" else None  # for the pass that follows
+    """Run a pass with the lists and numbers that it uses; return its sums, two per tensor."""
+    count = len(group.params)
     sums = (ctypes.c_double * (2 * count))()
     packed = _Arguments(
-        tensors=table,
         count=count,
+        sizes=_packed([x.numel() for x in group.params]),
+        grads=_addresses(group.grads),
         sums=sums,
         threads=torch.get_num_threads(),
-        sign=group.sign,
-        l2=group.l2,
         dtype=_DTYPES[group.params[0].dtype],
         **arguments,
     )
     if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(packed)) < 0:
         raise MemoryError("the native passes could not allocate their chunks")
     return sums
-
-
-def _table(group: TensorGroup) -> bytes:
-    """Return an array of `Tensor` as in native.c; what the optimizer does not have is zero."""
-    rows: list[int] = []
-    if group.estimators:
-        for x, g, d in zip(group.params, group.grads, group.estimators):
-            rows += (x.numel(), x.data_ptr(), g.data_ptr(), d.data_ptr(), 0, 0, 0, 0, 0, 0, 0, 0)
-    else:
-        lists = group.z_minus_x, group.grad_rms, group.initial_sample, group.coordinates
-        masters = group.masters or group.params  # which are not used
-        for x, g, y, e, s, z_1, sampled in zip(group.params, group.grads, masters, *lists):
-            rows += (x.numel(), x.data_ptr(), g.data_ptr(), 0, e.data_ptr(), s.data_ptr())
-            rows += (z_1.data_ptr(), y.data_ptr(), sampled.count_here, sampled.stride)
-            rows += (sampled.index.data_ptr(), sampled.in_whole.data_ptr())
-    return struct.pack(f"{len(rows)}q", *rows)
