@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from stormplus import Untuned
 from tests.torch.optimizers import (
@@ -207,3 +208,38 @@ def test_saving_leaves_the_buffers_of_a_parameter_with_gaps_where_they_are():
     before = opt.state[p]["z_minus_x"].data_ptr()
     opt.state_dict()
     assert opt.state[p]["z_minus_x"].data_ptr() == before
+
+
+# -- tensors without memory of their own ----------------------------------------------------------
+
+
+class Wrapped(torch.Tensor):
+    """A tensor that holds another one, as torchao's do."""
+
+    KEPT = tuple(
+        getattr(torch.ops.aten, name).default
+        for name in ("detach", "zeros_like", "empty_like", "clone", "permute", "view")
+    )
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        args, kwargs = tree_map_only(cls, lambda t: t.inner, (args, kwargs or {}))
+        result = function(*args, **kwargs)
+        return tree_map_only(torch.Tensor, cls, result) if function in cls.KEPT else result
+
+
+@every
+def test_a_wrapped_tensor_trains_as_the_one_inside(case):
+    inner, plain = parameter(1.0, 2.0), parameter(1.0, 2.0)
+    wrapped = nn.Parameter(Wrapped(inner.detach()))
+    for p in (wrapped, plain):
+        gradients = [Wrapped(g) if p is wrapped else g for g in noise(3, 2)]
+        case.descend(case([p]), [p], [[g] for g in gradients])
+    torch.testing.assert_close(wrapped.inner, plain.detach())

@@ -17,9 +17,11 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from stormplus.torch.kernels import multi_tensor, native, plain, triton
+
+_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleType:
@@ -30,7 +32,8 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
         foreach: False asks for `plain`; True rules out `native`.
     """
     x, compiling = tensors[0], torch.compiler.is_compiling()
-    if foreach is False or not x.numel():
+    # A subclass may have no memory of its own.
+    if foreach is False or not x.numel() or any(type(t) not in _PLAIN_TYPES for t in tensors):
         return plain
     on_cpu, contiguous = x.device.type == "cpu", all(t.is_contiguous() for t in tensors)
     # A TorchDispatchMode would not see what native and Triton kernels write.
