@@ -80,6 +80,11 @@ def test_a_pass_on_a_device_does_not_wait_and_copies_its_tables_once(monkeypatch
     assert all(map(on_device, sums))
 
 
+def test_tables_are_made_on_the_cpu_whatever_torchs_default_device():
+    with SimulatedDevice("cuda") as device, torch.device("meta"):
+        assert value(triton._upload(device.device, (1, 2), False)).tolist() == [1, 2]
+
+
 def test_a_captured_graph_has_tables_of_its_own_that_stay(monkeypatch):
     monkeypatch.setattr(triton, "_captured_uploads", kept := [])
     with SimulatedDevice("cuda") as device:

@@ -161,7 +161,8 @@ class BaseOptimizer(Optimizer, ABC):
             return
         if self._skips_on_host is None:
             pinned = count.device.type in ("cuda", "xpu")
-            self._skips_on_host = torch.zeros((), dtype=count.dtype, pin_memory=pinned)
+            zero = torch.zeros((), dtype=count.dtype, device="cpu", pin_memory=pinned)
+            self._skips_on_host = zero
         self._skips_on_host.copy_(count, non_blocking=True)
 
     def _fail_nonfinite(self, advice: str) -> NoReturn:

@@ -200,7 +200,7 @@ def sum_over_processes(
     """
     shares = []
     for process_groups, numbers in parts:
-        part = _as_tensor(numbers, like)
+        part = as_tensor(numbers, like)
         copies = [group.size() for group in groups if group not in process_groups]
         shares.append(part / math.prod(copies) if copies else part)
     # Contiguous: an all-reduce adds in the order of memory, and a transposed part would mix rows.
@@ -210,9 +210,10 @@ def sum_over_processes(
     return total
 
 
-def _as_tensor(numbers: Any, like: Tensor) -> Tensor:
+def as_tensor(numbers: Any, like: Tensor) -> Tensor:
+    """Return numbers, or a tuple of them, as a tensor on the device of `like`, without waiting."""
     if isinstance(numbers, tuple):
-        return torch.stack([_as_tensor(number, like) for number in numbers])
+        return torch.stack([as_tensor(number, like) for number in numbers])
     if isinstance(numbers, Tensor):
         return numbers.to(like, non_blocking=True)
     # Without a dtype, Python floats would become float32.

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from stormplus.torch._sharding import ProcessGroups, SampledCoordinates
+from stormplus.torch._sharding import ProcessGroups, SampledCoordinates, as_tensor
 
 State: TypeAlias = dict[str, Any]
 Number: TypeAlias = float | Tensor  # 0-dim where reading it would wait for the device
@@ -203,11 +203,7 @@ class ScalarTable:
     def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:
         """Return full rows, with the numbers of some owners and zeros for the others."""
         index, mask = self.index_and_mask(indices)
-        if self.on_host:
-            rows: Numbers = np.asarray(numbers)
-        else:
-            rows = torch.stack([torch.as_tensor(row) for row in numbers])
-            rows = rows.to(self.tensor, non_blocking=True)
+        rows: Numbers = np.asarray(numbers) if self.on_host else as_tensor(numbers, self.tensor)
         if mask is None:
             return rows
         shape = len(rows), len(mask)

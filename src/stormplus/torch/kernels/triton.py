@@ -159,7 +159,7 @@ def _uploaded_once(
         starts = [(i, start) for i, n in enumerate(numbers) for start in range(0, n, _CHUNK)]
         chunks = chain(*((i, start, min(start + _CHUNK, numbers[i])) for i, start in starts))
         numbers = (*chunks, 0, *accumulate(-(-n // _CHUNK) for n in numbers))
-    host = torch.tensor(numbers, dtype=torch.int64)
+    host = torch.tensor(numbers, dtype=torch.int64, device="cpu")
     if device.type != "cpu":
         host = host.pin_memory()  # so that the copy does not wait
     return host, host.to(device, non_blocking=True)
