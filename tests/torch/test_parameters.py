@@ -210,6 +210,23 @@ def test_saving_leaves_the_buffers_of_a_parameter_with_gaps_where_they_are():
     assert opt.state[p]["z_minus_x"].data_ptr() == before
 
 
+# -- dtypes of gradients -------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="needs a newer torch")
+@every
+def test_gradients_of_different_dtypes_do_not_share_a_pass(case):
+    params = [parameter(1.0, 2.0, dtype=torch.float32) for _ in range(2)]
+    params[1].grad_dtype = torch.bfloat16
+    for p in params:
+        p.grad = torch.ones(2, dtype=p.grad_dtype)
+    opt = case(params)
+    # A Triton kernel would read all gradients of a group with the dtype of the first.
+    assert [group.indices for group in opt._tensor_groups()] == [[0], [1]]
+    opt.estimate() if case.paired else opt.step()
+    assert torch.equal(params[0], params[1])
+
+
 # -- tensors without memory of their own ----------------------------------------------------------
 
 

@@ -351,7 +351,8 @@ class BaseOptimizer(Optimizer, ABC):
             info.kernels = choose_kernels(tensors, info.param_group.get("foreach"))
         # If the options are per tensor, param groups share a pass.
         param_group = 0 if self._tensor_initial else id(info.param_group)
-        group_key = param_group, info.kernels.__name__, x.device, x.dtype, info.process_groups
+        kernels, groups = info.kernels.__name__, info.process_groups
+        group_key = param_group, kernels, x.device, x.dtype, g.dtype, groups
         info.group_key = self._group_keys.setdefault(group_key, len(self._group_keys))
 
     def _local_tensors(self, info: ParamInfo, g: Tensor) -> tuple[Tensor, Tensor, State]:
