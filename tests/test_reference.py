@@ -198,6 +198,8 @@ def test_sums_that_overflow_raise():
         ({"unit": "second"}, ValueError, "positive finite number or 'first', got 'second'"),
         ({"unit": 0.0}, ValueError, "unit must be a positive finite number or 'first', got 0.0"),
         ({"unit": True}, ValueError, "unit must be a positive finite number"),
+        ({"unit": 1e-170}, ValueError, "its square must be positive and finite too"),
+        ({"unit": 1e160}, ValueError, "its square must be positive and finite too"),
         ({"method": StormRule}, TypeError, "a name or a rule object"),
         ({"method": StormRule(), "w": 2.0}, TypeError, "set w on the rule object"),
         ({"lr": -1.0}, ValueError, "lr must be finite and not negative, got -1.0"),

@@ -30,14 +30,17 @@ Scalar: TypeAlias = Any
 
 
 def check_unit(unit: Any) -> float | str:
-    """Return the unit of the gradient: "first", or a positive finite number."""
-    if isinstance(unit, str):
-        valid = unit == "first"
-    else:
-        valid = not isinstance(unit, bool) and isinstance(unit, Real) and 0 < float(unit) < math.inf
-    if not valid:
-        raise ValueError(f"unit must be a positive finite number or 'first', got {unit!r}")
-    return unit if isinstance(unit, str) else float(unit)
+    """Return the unit of the gradient: "first", or a positive number with a finite square."""
+    if isinstance(unit, str) and unit == "first":
+        return unit
+    is_number = isinstance(unit, Real) and not isinstance(unit, bool)
+    # Norms are divided by the square.
+    if not is_number or unit <= 0 or not 0 < float(unit) * float(unit) < math.inf:
+        raise ValueError(
+            f"unit must be a positive finite number or 'first', got {unit!r}; its square must be "
+            "positive and finite too"
+        )
+    return float(unit)
 
 
 def _check_positive(rule: Any) -> None:
