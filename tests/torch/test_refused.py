@@ -52,7 +52,7 @@ def test_a_parameter_that_fsdp1_has_flattened_is_refused(case):
 
 
 def negative_lr(opt, p):
-    opt.param_groups[0]["lr"] = -0.1
+    opt.param_groups[1]["lr"] = -0.1
 
 
 def sparse_gradient(opt, p):
@@ -84,7 +84,7 @@ BAD_STEPS = {
 @pytest.mark.parametrize("change", BAD_STEPS, ids=lambda change: change.__name__)
 def test_a_step_that_cannot_be_taken_moves_nothing_until_a_reset(case, change):
     p, q = parameter(1.0, 2.0, 3.0), parameter(4.0)
-    opt, (error, message) = case([p, q]), BAD_STEPS[change]
+    opt, (error, message) = case([{"params": [p]}, {"params": [q]}]), BAD_STEPS[change]
     case.descend(opt, [p, q], [[g, g[:1]] for g in noise(4, 3)])
     p.grad, q.grad = torch.ones_like(p), torch.ones_like(q)
     change(opt, p)
@@ -92,7 +92,7 @@ def test_a_step_that_cannot_be_taken_moves_nothing_until_a_reset(case, change):
     with pytest.raises(error, match=message):
         case.step(opt, lambda: None)
     assert_same(values([p, q]), held)
-    opt.param_groups[0]["lr"] = 1.0
+    opt.param_groups[1]["lr"] = 1.0
     opt.reset()
     case.descend(opt, [p, q], [[g[: len(p)], g[:1]] for g in noise(3, 5)])
     assert all(bool((a != b).all()) for a, b in zip((p, q), held))

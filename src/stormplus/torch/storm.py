@@ -150,7 +150,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._move()
             if self.replays_rng:
                 streams.rewind()
-            fresh = FreshGradients([info.p for info in self._active])
+            fresh = FreshGradients(p for p in self.parameters() if p.requires_grad)
             try:
                 evaluate()
                 fresh.check()
@@ -167,17 +167,16 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._notify("before_move")
         groups = [group for group in self._tensor_groups() if not group.is_new]
         skip = self._find_nonfinite(groups)
-        if skip is not None:
-            self._shared_table.rows["skip"].copy_(skip)  # `estimate` skips the same sample
-        elif self._check_finite and not self._shared_table.on_host:
-            self._shared_table.rows["skip"].zero_()
-        self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
+        if self._check_finite and not self._shared_table.on_host:
+            # `estimate` skips the same sample.
+            self._shared_table.rows["skip"].fill_(0.0 if skip is None else skip)
         scalars = self._read_shared()
         eta = scalars["step_size"]
         eta_over_unit = eta / self._nonzero_unit(scalars["unit"])  # beyond the paper: the unit
-        for group in groups:  # Alg. 1, line 4, and the bracket of line 6
-            # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
-            lr = _learning_rate(group.param_group, eta)
+        # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
+        rates = [_learning_rate(group.param_group, eta) for group in groups]  # may raise
+        self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
+        for group, lr in zip(groups, rates):  # Alg. 1, line 4, and the bracket of line 6
             if group.param_group["decoupled_weight_decay"]:
                 _decay_decoupled(group, lr * eta * group.param_group["weight_decay"], skip)
             alpha = lr * eta_over_unit
@@ -209,7 +208,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 _to_device(one_minus_a, group.device),
                 first=phase == START or group.is_new,
                 finite_only=self._check_finite,
-                skip=_to_device(skip, group.device),
+                # New parameters take d = g from the first gradient that is there.
+                skip=None if group.is_new else _to_device(skip, group.device),
             )
             norms.append((group.process_groups, squares))
         totals = self._total(norms, agree=self._check_finite)
@@ -246,10 +246,12 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         for group in groups:
             group.sign, group.l2 = _sign_and_l2(group.param_group)
             group.estimators = [state["estimator"] for state in group.states]
-        if not any(info.p.grad is not None for info in self._active):
+        with_grad = [p for p in self.parameters() if p.requires_grad and p.grad is not None]
+        if not (groups and with_grad):
             self._notify("failed")
             raise RuntimeError(
-                "no parameter has a gradient: the closure must call loss.backward() every time"
+                "no trainable parameter has a gradient: the closure must call loss.backward() "
+                "every time"
             )
         return groups
 
