@@ -362,6 +362,53 @@ def test_some_parameters_may_stay_on_the_cpu(device, make, on_cpu):
     torch.testing.assert_close(run(*mixed), run(torch.clone, torch.clone))
 
 
+@pytest.mark.parametrize("make", [Untuned, StormPlus])
+def test_a_parameter_on_the_device_can_be_unfrozen_beside_one_on_the_cpu(device, make):
+    def run(put):
+        params = [nn.Parameter(put(torch.ones(2))), nn.Parameter(torch.ones(2))]
+        params[0].requires_grad_(False)
+        opt = make(params)
+        for gradient in noise(4, 2, dtype=F32):
+            params[0].grad, params[1].grad = put(gradient), gradient
+            halves(opt, lambda: None) if make is StormPlus else opt.step()
+            params[0].requires_grad_(True)
+        return [value(p.detach()) for p in params]
+
+    torch.testing.assert_close(run(device.put), run(torch.clone))
+
+
+def test_an_lr_on_the_device_works_for_parameters_on_the_cpu(device):
+    run, expected = small(Untuned, torch.clone), small(Untuned, torch.clone)
+    run.opt.param_groups[0]["lr"] = device.put(torch.tensor(0.5))
+    expected.opt.param_groups[0]["lr"] = 0.5
+    for each in (run, expected):
+        each.step(GOOD[0])
+    assert_same(run.values(), expected.values())
+
+
+def test_a_frozen_parameter_has_its_average_on_its_device_after_loading(device):
+    trained = Run(Untuned, torch.clone, [torch.ones(2, dtype=BF16)])
+    trained.step([torch.tensor([1.0, -2.0], dtype=BF16)])
+    run = Run(Untuned, device.put, [p.detach() for p in trained.params])
+    run.params[0].requires_grad_(False)
+    run.opt.load_state_dict(trained.opt.state_dict())
+    for each in (run, trained):
+        each.opt.eval()
+    assert_same(run.values(), trained.values())
+
+
+def test_a_parameter_that_joins_in_a_skipped_sample_takes_its_first_gradient(device):
+    run = Run(StormPlus, device.put, [torch.ones(1), torch.ones(1)])
+    p, q = run.params
+    p.grad = device.put(torch.ones(1))
+    run.opt.estimate()
+    p.grad = device.put(torch.tensor([math.nan]))
+    run.opt.move()
+    p.grad, q.grad = device.put(torch.ones(1)), device.put(torch.tensor([3.0]))
+    run.opt.estimate()  # the sample is skipped
+    assert value(run.opt.state[q]["estimator"]).tolist() == [3.0]
+
+
 def test_swapping_the_average_in_under_a_trainer_does_not_wait(device):
     run = small(Untuned, device.put)
     run.step(GOOD[0])

@@ -205,8 +205,7 @@ class BaseOptimizer(Optimizer, ABC):
                 info = ParamInfo(p, group, self.state[p], len(self._infos), norm_groups(p))
                 info.state.setdefault("started", 0)
                 self._infos.append(info)
-        self._known_ids = self._ids()
-        self._split_active()
+        self._known_groups = self._groups_now()
         # In the same order on every rank.
         self._mesh_groups = list(dict.fromkeys(g for p in params for g in mesh_groups(p)))
         shard_groups = (g for info in self._infos for g in info.process_groups)
@@ -216,27 +215,25 @@ class BaseOptimizer(Optimizer, ABC):
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
-    def _ids(self) -> list[int]:
-        """Return what changes if groups or parameters are added, removed or replaced."""
-        return [id(x) for group in self.param_groups for x in (group, *group["params"])]
-
-    def _split_active(self) -> None:
-        """Split parameters into active ones and frozen ones without buffers."""
-        used = [info.p.requires_grad or info.state["started"] for info in self._infos]
-        self._active = [info for info, is_used in zip(self._infos, used) if is_used]
-        self._frozen = [info.p for info, is_used in zip(self._infos, used) if not is_used]
+    def _groups_now(self) -> list[Any]:
+        """Return what changes if parameters are added, removed, replaced, frozen or unfrozen."""
+        seen: list[Any] = []
+        for group in self.param_groups:
+            seen += id(group), group.get("foreach")
+            seen += [(id(p), p.requires_grad) for p in group["params"]]
+        return seen
 
     def _place_state(self) -> None:
         """Place buffers beside trainable parameters, and `scalars` with the last of them."""
         for info in self._infos:
             info.state.pop("scalars", None)
-            if info.p.requires_grad:
+            if info.p.requires_grad or info.state["started"]:  # only a step without it frees them
                 self._place_buffers(info)
-            elif not info.state["started"]:  # else only a step without it frees its buffers
+            else:
                 self._release(info)
-        params = self.parameters()  # on an accelerator if possible: a step must not wait for it
-        ranks = [(p.requires_grad, p.device.type != "cpu", i) for i, p in enumerate(params)]
-        self._state_owner = params[max(ranks)[-1]]
+        # The last one on an accelerator, if there is one: a step must not wait for it.
+        params = reversed(self.parameters())
+        self._state_owner = max(params, key=lambda p: (p.requires_grad, p.device.type != "cpu"))
         self.state[self._state_owner]["scalars"] = self._shared_state
 
     @torch.inference_mode(False)
@@ -277,7 +274,7 @@ class BaseOptimizer(Optimizer, ABC):
             )
         if (
             scalars is not self._shared_state  # Lightning copies dictionaries
-            or self._ids() != self._known_ids
+            or self._groups_now() != self._known_groups
             or self._shared_table.tensor.device != self._state_owner.device
         ):
             self._shared_state = scalars
@@ -290,17 +287,16 @@ class BaseOptimizer(Optimizer, ABC):
         `missing_is_zero`, one that has started takes part without a gradient too.
         """
         self._refresh()
-        frozen = [info for info in self._active if not info.p.requires_grad]
-        if frozen or any(p.requires_grad for p in self._frozen):
-            for info in frozen:
-                self._release(info)
-                self._tensor_table.reset(info.index)
-            self._split_active()
         groups: dict[Any, TensorGroup] = {}
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
-        for info in self._active:
+        for info in self._infos:
             p, state = info.p, info.state
             g, started = p.grad, state["started"]
+            if not p.requires_grad:
+                if started:
+                    self._release(info)
+                    self._tensor_table.reset(info.index)
+                continue
             if g is None:
                 if not (missing_is_zero and started):
                     continue

@@ -270,8 +270,8 @@ class Untuned(AveragedOptimizer):
     def _per_tensor_options(self) -> _PerTensorOptions:
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._tensor_table, self._infos
-        by_group = [_group_options(group) for group in self.param_groups]
-        key, options = (by_group, table.on_host, self._active), table.options.get("values")
+        by_group = [_group_options(group, table.on_host) for group in self.param_groups]
+        key, options = (by_group, table.on_host, infos), table.options.get("values")
         if options is None or table.options["key"] != key:
             self._check_lr([lr for lr, *_ in by_group])
             by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
@@ -289,7 +289,7 @@ class Untuned(AveragedOptimizer):
             )
             table.options |= {"values": options, "key": key}
         for group in self.param_groups:
-            if _is_on_device(group["lr"]):  # it multiplies there
+            if _is_on_device(group["lr"], table.on_host):  # it multiplies there
                 _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])
                 scaled = group["lr"].to(options.lr, non_blocking=True) * options.lr
                 lr = scaled if mask is None else torch.where(mask, scaled, options.lr)
@@ -316,12 +316,12 @@ class Untuned(AveragedOptimizer):
         check_number("factor", group["factor"])
 
 
-def _group_options(group: dict[str, Any]) -> tuple[float, float, float, float]:
+def _group_options(group: dict[str, Any], on_host: bool) -> tuple[float, float, float, float]:
     """Return lr (1 if it is on a device), factor, weight decay and sign."""
-    lr = 1.0 if _is_on_device(group["lr"]) else float(group["lr"])
+    lr = 1.0 if _is_on_device(group["lr"], on_host) else float(group["lr"])
     sign = -1.0 if group["maximize"] else 1.0
     return lr, float(group["factor"]), float(group["weight_decay"]), sign
 
 
-def _is_on_device(lr: Any) -> bool:
-    return isinstance(lr, Tensor) and lr.device.type != "cpu"
+def _is_on_device(lr: Any, on_host: bool) -> bool:
+    return isinstance(lr, Tensor) and lr.device.type != "cpu" and not on_host
