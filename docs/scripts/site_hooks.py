@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import posixpath
 import re
+import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ CODE_OR_LINK = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 MAP = re.compile(
-    r"(<!-- (?:gap|validation|long|long-validation|bar|study):begin -->\s*)(<table>.*?</table>)",
+    r"(<!-- (?:gap|validation|tuned|tuned-validation):begin -->\s*)(<table>.*?</table>)",
     re.DOTALL,
 )
 FIGURE = re.compile(r'<img [^>]*src="([^":]+\.png)"[^>]*>')
@@ -99,8 +100,14 @@ def notebook_page(path: Path) -> str:
             if "image/png" in data:
                 parts.append(f"![output](data:image/png;base64,{data['image/png'].strip()})")
             elif text := output.get("text") or data.get("text/plain"):
-                parts.append(f"```text\n{text.rstrip()}\n```")
+                parts.append(f"```text\n{wrapped(text)}\n```")
     return NOT_SEARCHED + "\n\n".join(parts) + "\n"
+
+
+def wrapped(text: str) -> str:
+    """Break the lines that no page has room for; a table keeps its lines."""
+    lines = text.rstrip().splitlines()
+    return "\n".join(textwrap.fill(line, 90) if len(line) > 160 else line for line in lines)
 
 
 def commands() -> str:
