@@ -73,6 +73,11 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
     return markdown.replace(COMMANDS, commands()) if COMMANDS in markdown else markdown
 
 
+def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
+    """Keep the theme from asking the repository's host for stars and releases."""
+    return output.replace(' data-md-component="source"', "")
+
+
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Link each figure to itself in full size, and let maps of methods by workloads scroll."""
     html = FIGURE.sub(r'<a href="\1">\g<0></a>', html)
