@@ -35,6 +35,7 @@ def test_nothing_is_loaded_from_elsewhere(site):
     )
     for name, text in site.items():
         assert not re.search(loaded, text), name
+        assert 'data-md-component="source"' not in text, name  # asks api.github.com for stars
 
 
 def test_every_public_name_integration_and_command_is_in_the_reference(site):

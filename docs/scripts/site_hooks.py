@@ -34,6 +34,7 @@ MAP = re.compile(
 FIGURE = re.compile(r'<img [^>]*src="([^":]+\.png)"[^>]*>')
 REPORT_LINK = "<!-- the report -->"  # the repository has no such file
 README_TABLE = "<!-- README's table -->"
+SOURCE_FACTS = ' data-md-component="source"'
 COMMANDS = "<!-- the help of every command -->"
 
 
@@ -75,7 +76,12 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 def on_post_page(output: str, page: Page, config: MkDocsConfig) -> str:
     """Keep the theme from asking the repository's host for stars and releases."""
-    return output.replace(' data-md-component="source"', "")
+    return output.replace(SOURCE_FACTS, "")
+
+
+def on_post_template(output_content: str, template_name: str, config: MkDocsConfig) -> str:
+    """Do the same for the page of the error 404."""
+    return output_content.replace(SOURCE_FACTS, "")
 
 
 def on_page_content(html: str, page: Page, config: MkDocsConfig, files: Files) -> str:
