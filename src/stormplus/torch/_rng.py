@@ -1,10 +1,10 @@
-"""The two evaluations of a pair: the same random numbers, and a gradient each."""
+"""Random streams that the second evaluation of a pair replays, and a check that it was made."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -14,17 +14,15 @@ from torch.utils.weak import TensorWeakRef
 _LOCK = threading.RLock()
 
 
-@contextmanager
-def pair_lock() -> Iterator[None]:
-    """Hold the lock under which a pair is evaluated, from its first random number to its last.
+def pair_lock() -> AbstractContextManager[bool]:
+    """Return the lock under which a pair is evaluated, from its first random number to its last.
 
     torch's random streams belong to the process, and a pair replays a piece of them. So pairs in
     two threads take turns, and another thread that draws numbers meanwhile does so under this lock,
     or from a `torch.Generator` of its own. The lock is reentrant. A closure must not wait for a
     thread that waits for the lock.
     """
-    with _LOCK:
-        yield
+    return _LOCK
 
 
 class RandomStreams:
@@ -104,7 +102,7 @@ class RandomReplay:
         """Whether both evaluations are to see the same random numbers."""
         return self._replay_rng is not None
 
-    def lock(self) -> AbstractContextManager[None]:
+    def lock(self) -> AbstractContextManager[Any]:
         """Return the context in which a pair is evaluated; an empty one if no stream is rewound."""
         return pair_lock() if self.replays_rng else nullcontext()
 

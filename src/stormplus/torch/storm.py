@@ -125,7 +125,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     @_disable_dynamo  # as torch.compiler.disable, without its two seconds of import
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one sample and return its first loss: two evaluations, on the first call one.
+        """Evaluate the closure twice, on the first call once, and return the first loss.
 
         Args:
             closure: Zeroes the gradients, computes the loss of ONE sample, calls backward and
@@ -163,8 +163,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     @torch.no_grad()
     def _move(self) -> None:
         """Move x by -lr eta d / unit, with eta from the last sample, and subtract g~ from d."""
-        if self._pass_hooks:
-            self._notify("before_move")
+        self._notify("before_move")
         groups = [group for group in self._tensor_groups() if not group.is_new]
         skip = self._find_nonfinite(groups)
         if self._check_finite and not self._shared_table.on_host:
@@ -187,18 +186,18 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         torch.clear_autocast_cache()
         self._shared_state["phase"] = PENDING
         self.pending_streams = None  # `same_sample` sets it again in its after_move hook
-        if self._pass_hooks:
-            self._notify("after_move")
+        self._notify("after_move")
 
     @torch.no_grad()
     def _estimate(self) -> None:
         """Complete d with the gradient here, and compute a and eta for the next move."""
-        if self._pass_hooks:
-            self._notify("before_estimate")
+        self._notify("before_estimate")
         phase, groups = self._shared_state["phase"], self._tensor_groups()
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        scalars, on_host, skip = self._read_shared(), self._shared_table.on_host, None
+        scalars = self._read_shared()
+        on_host = self._shared_table.on_host
         one_minus_a = 1 - scalars["gain"]
+        skip = None
         if self._check_finite and not on_host:
             skip = (scalars["skip"] > 0) & (phase == PENDING)
         norms = []
@@ -233,8 +232,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         self._mark_started(groups)
         self._shared_state["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
-        if self._pass_hooks:
-            self._notify("after_estimate")
+        self._notify("after_estimate")
 
     def _tensor_groups(self) -> list[TensorGroup]:
         """Sort the parameters that take part by options, backend, device, dtype and shards.
@@ -287,7 +285,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         """Write the new scalars without reading them, unless the sample is skipped."""
         table = self._shared_table
         numbers = torch.stack([number.to(table.tensor.dtype) for number in new.values()])
-        finite = (numbers - numbers == 0).all()
+        finite = (numbers - numbers == 0).all()  # fewer launches than isfinite()
         if skip is None:
             table.write(new, finite)
             return

@@ -7,7 +7,6 @@ Zhang's (2013). STORM+'s estimator is not in it: docs/untuned-study.md has the s
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
@@ -128,11 +127,9 @@ class Untuned(AveragedOptimizer):
             )
         groups = self._tensor_groups()
         if groups:  # without any gradient, no step, as in torch.optim
-            if self._pass_hooks:
-                self._notify("before_step")
+            self._notify("before_step")
             self._update(groups)
-            if self._pass_hooks:
-                self._notify("after_step")
+            self._notify("after_step")
         return loss
 
     def _tensor_groups(self) -> list[TensorGroup]:
@@ -159,17 +156,19 @@ class Untuned(AveragedOptimizer):
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
         options = self._per_tensor_options()
-        _, present = table.index_and_mask([index for group in groups for index in group.indices])
+        # None if all have one.
+        _, has_grad = table.index_and_mask([i for tensors in groups for i in tensors.indices])
         scalars = rule.UntunedScalars.from_rows(rows)
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
         with np.errstate(all="ignore") if table.on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
-            skip = self._check_parameters(rows["displacement"] + eta, present, skip)
+            # Both at once: the sum is finite if and only if both are, or it overflows.
+            skip = self._check_parameters(rows["displacement"] + eta, has_grad, skip)
             coefficients = self._coefficients(scalars, eta, options, grad_scale)
             u_sq, displacement_sq = self._run_passes(groups, coefficients, skip)
             displacement = (displacement_sq / rows["sample_count"]) ** 0.5
-            if present is not None:
-                displacement = xp.where(present, displacement, rows["displacement"])
+            if has_grad is not None:
+                displacement = xp.where(has_grad, displacement, rows["displacement"])
             new = rule.after_step(
                 scalars,
                 step_size=eta,
@@ -180,7 +179,7 @@ class Untuned(AveragedOptimizer):
                 xp=xp,
             )
         taken = None if skip is None else ~skip
-        mask = present if taken is None else taken if present is None else present & taken
+        mask = has_grad if taken is None else taken if has_grad is None else has_grad & taken
         table.write(new.to_rows() | {"displacement": displacement}, mask)
         self._shared_table.rows["grad_evaluations"] += 1.0 if taken is None else taken
         if skip is not None:
@@ -216,15 +215,11 @@ class Untuned(AveragedOptimizer):
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._tensor_table, []
         for group in groups:
-            of_group, flag = coefficients, skip
-            index, mask = table.index_and_mask(group.indices)
-            if mask is not None or group.device != table.tensor.device:
-                of_group = coefficients.of(index, group.device)
-                flag = skip if skip is None else skip.to(group.device)
-            sums = group.kernels.untuned_step(group, of_group, flag)
-            if mask is not None or not table.on_host:
-                sums = table.scatter(sums, group.indices)
-            parts.append((group.process_groups, sums))
+            index, _ = table.index_and_mask(group.indices)
+            group_coefficients = coefficients.of(index, group.device)
+            flag = skip if skip is None else skip.to(group.device)
+            sums = group.kernels.untuned_step(group, group_coefficients, flag)
+            parts.append((group.process_groups, table.scatter(sums, group.indices)))
         u_sq, displacement_sq = self._total(parts)
         return u_sq, displacement_sq
 
@@ -245,26 +240,24 @@ class Untuned(AveragedOptimizer):
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
 
     def _check_parameters(
-        self, numbers: Numbers, present: Any, skip: Tensor | None
+        self, displacement_plus_eta: Numbers, has_grad: Any, skip: Tensor | None
     ) -> Tensor | None:
-        """Raise, or on a device add to the flag, if a displacement plus step size is not finite."""
-        if not self._check_finite:
+        """Raise, or on a device add to the flag, if a tensor is not finite or too far away."""
+        on_host = self._tensor_table.on_host
+        if not self._check_finite or (skip is None and not on_host):
             return skip
-        if not self._tensor_table.on_host:
-            if skip is None:
-                return None
-            lost = ~numbers.isfinite()
-            flag: Tensor = skip | (lost if present is None else lost & present).any()
+        nonfinite = ~self._tensor_table.xp.isfinite(displacement_plus_eta)
+        if has_grad is not None:
+            nonfinite &= has_grad
+        if not on_host:
+            flag: Tensor = skip | nonfinite.any()
             return flag
-        if math.isfinite(sum(numbers.tolist())):
-            return None
-        for info, number in zip(self._infos, numbers):
-            if not math.isfinite(number) and (present is None or present[info.index]):
-                self._fail(
-                    f"{parameter_name(self.param_groups, info.p)} is non-finite, or its distance "
-                    "from initialization overflows; nothing has moved: go back to the last "
-                    "checkpoint"
-                )
+        if nonfinite.any():
+            name = parameter_name(self.param_groups, self._infos[nonfinite.argmax()].p)
+            self._fail(
+                f"{name} is non-finite, or its distance from initialization overflows; nothing "
+                "has moved: go back to the last checkpoint"
+            )
         return None
 
     def _per_tensor_options(self) -> _PerTensorOptions:
@@ -274,11 +267,11 @@ class Untuned(AveragedOptimizer):
         key, options = (by_group, table.on_host, infos), table.options.get("values")
         if options is None or table.options["key"] != key:
             self._check_lr([lr for lr, *_ in by_group])
-            by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
-            lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
+            rows = [_group_options(info.param_group, table.on_host) for info in infos]
+            lr, factor, decay, sign = np.array(rows).T
             trainable = [info.p.requires_grad and info.p.numel() > 0 for info in infos]
-            axes = [info.p.ndim + info.p.is_complex() for info in infos]  # in reals
-            axes = [n if is_trainable else 0 for n, is_trainable in zip(axes, trainable)]
+            in_reals = [info.p.ndim + info.p.is_complex() for info in infos]
+            axes = [n if is_trainable else 0 for n, is_trainable in zip(in_reals, trainable)]
             eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
             options = _PerTensorOptions(
                 lr=table.array(lr * factor),

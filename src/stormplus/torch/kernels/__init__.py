@@ -17,11 +17,9 @@ from collections.abc import Sequence
 from types import ModuleType
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from stormplus.torch.kernels import multi_tensor, native, plain, triton
-
-_PLAIN_TYPES = (Tensor, nn.Parameter)
 
 
 def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleType:
@@ -32,12 +30,13 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
         foreach: False asks for `plain`; True rules out `native`.
     """
     x, compiling = tensors[0], torch.compiler.is_compiling()
-    # A subclass may have no memory of its own.
-    if foreach is False or not x.numel() or any(type(t) not in _PLAIN_TYPES for t in tensors):
+    if foreach is False or not x.numel():
         return plain
     on_cpu, contiguous = x.device.type == "cpu", all(t.is_contiguous() for t in tensors)
-    # A TorchDispatchMode would not see what native and Triton kernels write.
-    if not compiling and not torch._C._len_torch_dispatch_stack() and contiguous:
+    # A TorchDispatchMode would not see what native and Triton kernels write, and a tensor subclass
+    # may have no memory of its own.
+    seen = compiling or torch._C._len_torch_dispatch_stack() > 0
+    if not seen and contiguous and all(t.data_ptr() for t in tensors):
         if on_cpu and not foreach and native.supports(*tensors):
             return native
         if triton.supports(*tensors):

@@ -70,12 +70,12 @@ def untuned_step(
         g, *old = rows.gather(part.grads, *lists)
         x, old_e, old_s, *master = old
         y = plain.full_precision(x, *master)
-        of_rows = table[:, done : done + len(part.params)][:, rows.owner].unsqueeze(-1)
-        of_y = UntunedCoefficients(*of_rows.to(y.dtype).unbind())
-        y, e, s, u = plain.untuned_update(y, g, old_e, old_s, of_y)
+        row_coefficients = table[:, done : done + len(part.params)][:, rows.owner].unsqueeze(-1)
+        wide_coefficients = UntunedCoefficients(*row_coefficients.to(y.dtype).unbind())
+        y, e, s, u = plain.untuned_update(y, g, old_e, old_s, wide_coefficients)
         if e.dtype != old_e.dtype:
             place = rows.places.unsqueeze(-1) + torch.arange(_WIDTH, device=group.device)
-            step = UntunedCoefficients(*of_rows).step
+            step = UntunedCoefficients(*row_coefficients).step
             e, s = plain.stochastic_round(torch.stack([e, s]), step, place)
         new_x = y.to(x.dtype)
         rows.scatter(lists, old, (new_x, e, s, y), skip)
@@ -171,10 +171,10 @@ def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
         size += sizes[end - 1]
         if end == len(sizes) or size + sizes[end] > _SLAB:
             part, start, size = group.slice(start, end), end, 0
-            of_part = tuple(p.numel() for p in part.params)
+            part_sizes = tuple(p.numel() for p in part.params)
             # Tensors made under torch.compile must not be used later.
             make = _Rows if torch.compiler.is_compiling() else _cached_rows
-            yield part, make(of_part, tuple(part.coordinates), group.device)
+            yield part, make(part_sizes, tuple(part.coordinates), group.device)
 
 
 _cached_rows = lru_cache(maxsize=64)(_Rows)

@@ -125,11 +125,11 @@ def untuned_step(
     for i, (x, g) in enumerate(zip(group.params, group.grads)):
         old_e, old_s = group.z_minus_x[i], group.grad_rms[i]
         master = group.masters[i] if group.masters else None
-        of_tensor = UntunedCoefficients(*(row[i] for row in rows))
-        y, e, s, u = untuned_update(full_precision(x, master), g, old_e, old_s, of_tensor)
+        step = UntunedCoefficients(*(row[i] for row in rows))
+        y, e, s, u = untuned_update(full_precision(x, master), g, old_e, old_s, step)
         if old_e.dtype != y.dtype:
             place = torch.arange(x.numel(), device=x.device).view(x.shape)
-            e, s = stochastic_round(torch.stack([e, s]), of_tensor.step, place)
+            e, s = stochastic_round(torch.stack([e, s]), step.step, place)
         _write((x, old_e, old_s), (y, e, s), skip)  # half-precision x is rounded once, at the end
         if master is not None:
             _write((master,), (y,), skip)
@@ -177,7 +177,7 @@ def full_precision(x: Tensor, master: Tensor | None = None) -> Tensor:
     """Return y: the parameter, or its float32 master where that still rounds to a finite x."""
     if master is None:
         return x
-    same = (master.to(x.dtype) == x) & (x - x == 0)
+    same = (master.to(x.dtype) == x) & (x - x == 0)  # fewer launches than isfinite()
     return torch.where(same, master, x.to(master.dtype))
 
 
@@ -188,12 +188,9 @@ def finite_part(t: Tensor) -> Tensor:
 
 def squared_norm(t: Tensor) -> Tensor:
     """Return |t|^2; in float32 it would lose digits, and overflow from 1e19 on."""
-
-    def square(piece: Tensor) -> Tensor:
-        wide = piece.reshape(-1).to(accumulator_dtype(t.device))
-        return torch.dot(wide, wide)
-
-    return reduce(torch.add, (square(piece) for (piece,) in _chunks(t)))
+    dtype = accumulator_dtype(t.device)
+    pieces = (piece.reshape(-1).to(dtype) for (piece,) in _chunks(t))
+    return reduce(torch.add, (torch.dot(piece, piece) for piece in pieces))
 
 
 def stochastic_round(buffers: Tensor, t: Number, place: Tensor) -> Tensor:
