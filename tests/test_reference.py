@@ -184,6 +184,8 @@ def test_sums_that_overflow_raise():
             minimize(lambda x, xi: np.full(1, large), np.zeros(1), None, 3)
     moved = minimize(lambda x, xi: np.full(1, 1e120), np.zeros(1), None, 3, unit="first")
     assert 0 < -moved.x[0] < 3
+    with pytest.raises(FloatingPointError, match="too large for the sums"):  # only in this unit
+        minimize(lambda x, xi: np.full(1, 1e150), np.zeros(1), None, 3, unit=1e-10)
 
 
 @pytest.mark.parametrize(

@@ -115,8 +115,9 @@ def minimize(
                 g, g_tilde = gradient(x_new, xi), gradient(x, xi)  # Alg. 1, line 5
                 d = g + (1 - a) * (d - g_tilde)  # Alg. 1, line 6
                 x = x_new
-            with np.errstate(over="ignore", invalid="ignore"):  # checked below
-                g_norm, d_norm = float(np.sqrt(g @ g)), float(np.sqrt(d @ d))
+            # Checked below. Floats of NumPy overflow to infinity, where Python's would raise.
+            with np.errstate(over="ignore", invalid="ignore"):
+                g_norm, d_norm = np.float64(np.sqrt(g @ g)), np.float64(np.sqrt(d @ d))
                 if not unit_is_known and g_norm > 0:
                     unit_is_known, g_0 = True, g_norm
                 in_units = (g_norm / g_0) ** 2, (d_norm / g_0) ** 2
