@@ -87,15 +87,23 @@ def test_a_learning_rate_that_keras_changes():
 # -- weights and states --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", ["StormPlus", "Untuned"])
-def test_a_loaded_model_continues(tmp_path, method):
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"method": "StormPlus"},
+        {"method": "Untuned"},
+        {"method": "Untuned", "state_dtype": torch.bfloat16},
+    ],
+    ids=str,
+)
+def test_a_loaded_model_continues(tmp_path, options):
     """Without a seed generator: Keras itself does not save where those stand."""
-    first = fitted(keras_network(seeded=False), epochs=1, method=method)
+    first = fitted(keras_network(seeded=False), epochs=1, **options)
     first.trainer.save(tmp_path / "half.keras")
     loaded = keras.saving.load_model(tmp_path / "half.keras")
     assert type(loaded) is Model
     second = fitted(loaded, epochs=1, first=BATCHES)
-    whole = fitted(keras_network(seeded=False), method=method)
+    whole = fitted(keras_network(seeded=False), **options)
     assert_same_states(first.states + second.states, whole.states)
 
 

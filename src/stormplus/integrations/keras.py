@@ -48,7 +48,7 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
         learning_rate: The optimizer's `lr`: a float, or a schedule of Keras. `Untuned` ignores a
             float, and a schedule multiplies its steps.
         name: For Keras.
-        **options: Every other argument of the optimizer.
+        **options: Every other argument of the optimizer; `state_dtype` may be a name, "bfloat16".
     """
 
     def __init__(
@@ -64,6 +64,8 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
             ignore_lr(learning_rate)
             learning_rate = 1.0
         super().__init__(learning_rate=learning_rate, name=name)
+        if isinstance(options.get("state_dtype"), str):  # as in a saved configuration
+            options["state_dtype"] = getattr(torch, options["state_dtype"])
         self.method, self._options = method, options
         self.average = Average()
         self._torch_optimizer: BaseOptimizer | None = None
@@ -123,8 +125,10 @@ class StormPlusOptimizer(keras.optimizers.Optimizer):
 
     def get_config(self) -> dict[str, Any]:
         config = super().get_config()
-        inherited = {key: config[key] for key in ("name", "learning_rate")}
-        return {**inherited, "method": self.method, **self._options}
+        own = {"method": self.method, **self._options}
+        if isinstance(own.get("state_dtype"), torch.dtype):  # which Keras cannot serialize
+            own["state_dtype"] = str(own["state_dtype"]).removeprefix("torch.")
+        return {key: config[key] for key in ("name", "learning_rate")} | own
 
     def save_own_variables(self, store: Any) -> None:
         super().save_own_variables(store)
