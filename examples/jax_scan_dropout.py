@@ -45,10 +45,10 @@ def main():
         "w2": jax.random.normal(k2, (HIDDEN, 10)) * jnp.sqrt(2 / HIDDEN),
         "b2": jnp.zeros(10),
     }
-    tx, keep = storm_plus(), uniform_iterate()
+    tx, reservoir = storm_plus(), uniform_iterate()
 
     def step(carry, key):
-        params, state, kept = carry
+        params, state, chosen = carry
         batch_key, dropout_key = jax.random.split(key)
         rows = jax.random.randint(batch_key, (BATCH,), 0, train.stop)
 
@@ -57,10 +57,10 @@ def main():
 
         updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
         params = optax.apply_updates(params, updates)
-        return (params, state, keep.update(kept, params)), state.step_size
+        return (params, state, reservoir.update(chosen, params)), state.step_size
 
-    carry = (params, tx.init(params), keep.init(params))
-    (params, state, kept), step_sizes = jax.jit(
+    carry = (params, tx.init(params), reservoir.init(params))
+    (params, state, chosen), step_sizes = jax.jit(
         lambda carry, keys: jax.lax.scan(step, carry, keys)
     )(carry, jax.random.split(k3, STEPS))
 
@@ -68,7 +68,7 @@ def main():
     print(f"steps {int(state.step)}, moves {int(state.moves)}, skipped {int(state.skipped)}")
     print(f"step size {float(step_sizes[0]):.3f} -> {float(step_sizes[-1]):.3f}")
     print(f"train accuracy {accuracy(params, train):.3f}, test {accuracy(params, test):.3f}")
-    print(f"uniform iterate of {int(kept.step)}: test {accuracy(kept.point, test):.3f}")
+    print(f"uniform iterate of {int(chosen.step)}: test {accuracy(chosen.point, test):.3f}")
 
 
 if __name__ == "__main__":

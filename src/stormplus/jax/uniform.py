@@ -35,13 +35,13 @@ class UniformIterate(NamedTuple):
 def uniform_iterate(seed: int = 0) -> UniformIterate:
     """Keep a point uniform over x_1..x_T, without knowing T.
 
-        keep = uniform_iterate()
-        kept = keep.init(params)
-        ...                                 # tx.update, optax.apply_updates
-        kept = keep.update(kept, params)    # once per sample: the first time with x_1
-        kept.point
+        reservoir = uniform_iterate()
+        chosen = reservoir.init(params)
+        ...                                           # tx.update, optax.apply_updates
+        chosen = reservoir.update(chosen, params)     # once per sample: the first time with x_1
+        chosen.point
 
-    `init` counts no point; it only shapes the state. Costs one copy of the parameters.
+    `init` counts no point; it only gives the state its shape. Costs one copy of the parameters.
 
     Args:
         seed: Seed of the random stream. Equal seeds choose equal indices.
@@ -60,7 +60,7 @@ def uniform_iterate(seed: int = 0) -> UniformIterate:
         step = safe_increment(state.step)
         stream = jax.random.fold_in(jax.random.wrap_key_data(state.key), step)
         take = jax.random.randint(stream, (), 0, step) == 0  # Alg. 1, line 8: probability 1/t
-        point = jax.tree.map(lambda p, kept: jnp.where(take, p, kept), params, state.point)
+        point = jax.tree.map(lambda p, old: jnp.where(take, p, old), params, state.point)
         return UniformIterateState(step, state.key, point)
 
     return UniformIterate(init, update)
