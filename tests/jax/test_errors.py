@@ -143,7 +143,7 @@ def test_the_average_of_other_parameters():
         averaged(state, PARAMS)
 
 
-HOLES = {
+MASKED = {
     "masked": lambda tx: optax.masked(tx, {"a": True, "b": False}),
     "partition": lambda tx: optax.partition({0: tx, 1: optax.sgd(0.1)}, {"a": 0, "b": 1}),
     "selective_transform": lambda tx: optax.transforms.selective_transform(
@@ -152,11 +152,11 @@ HOLES = {
 }
 
 
-@pytest.mark.parametrize("wrap", HOLES.values(), ids=HOLES)
+@pytest.mark.parametrize("wrap", MASKED.values(), ids=MASKED)
 @over(PAIRED)
-def test_trees_with_holes(name, wrap):
+def test_masked_trees(name, wrap):
     """The error is the line to write."""
-    with pytest.raises(TypeError, match=r"holes.*write `\w+\(mask=\{.*\}\)`") as caught:
+    with pytest.raises(TypeError, match=r"MaskedNode.*write `\w+\(mask=\{.*\}\)`") as caught:
         wrap(PAIRED[name]()).init(PARAMS)
     line = str(caught.value).split("`")[1]
     assert line == f"{name}(mask={{'a': True, 'b': False}})"

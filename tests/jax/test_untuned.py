@@ -313,7 +313,7 @@ def test_derivatives_of_a_run_by_its_start_are_finite(options, grad):
     assert float(slope) != 0
 
 
-def test_masked_leaves_nothing_to_do_where_the_holes_are():
+def test_masked_leaves_get_no_update():
     tx = optax.masked(untuned(), {"a": True, "b": False})
     moved, _ = one_gradient(tx, params={"a": PARAMS["a"], "b": 0 * PARAMS["b"]})
     alone, _ = walk("untuned", params={"a": PARAMS["a"]})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,8 @@ from stormplus.versions import explicit_mesh
 PyTree: TypeAlias = Any
 # A tree (or a prefix of one, or a function of the parameters that returns either).
 TreeOrFunction: TypeAlias = PyTree | Callable[[PyTree], PyTree]
+
+State = TypeVar("State")
 
 _SMALL = 8191  # elements
 
@@ -45,8 +47,14 @@ def all_finite(tree: PyTree) -> jax.Array:
 
 
 def is_masked(node: Any) -> bool:
-    """Return whether a node is a hole, as `optax.masked` makes them."""
+    """Return whether a node is what `optax.masked` puts in place of a leaf."""
     return isinstance(node, optax.MaskedNode)
+
+
+def find_states(kind: type[State], state: PyTree) -> list[State]:
+    """Return the states of one kind in a state, which may be that of a chain or a wrapper."""
+    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, kind))
+    return [node for node in nodes if isinstance(node, kind)]
 
 
 # -- the optimized leaves --------------------------------------------------------------------
@@ -55,7 +63,7 @@ def is_masked(node: Any) -> bool:
 class OptimizedLeaves:
     """Which leaves of a parameter tree are optimized. Static: built while tracing.
 
-    Holes (`optax.MaskedNode`) are part of the tree's structure, as jax sees them.
+    An `optax.MaskedNode` in the tree has no leaves, so it is never optimized.
 
     Attributes:
         leaves: The optimized leaves, in the order of the tree, as in all lists of leaves.
@@ -86,11 +94,11 @@ class OptimizedLeaves:
         return [value for value, optimized in zip(values, self._optimized) if optimized]
 
     def masked_tree(self, selected: Iterable[Any]) -> PyTree:
-        """Return the parameter tree with `selected` as leaves and holes in place of the others."""
+        """Return the parameter tree with `selected` as leaves and the others masked."""
         return self._tree(selected, lambda _: optax.MaskedNode())
 
     def zero_filled_tree(self, selected: Iterable[Any]) -> PyTree:
-        """Return the parameter tree with `selected` as leaves and zeros in place of the others."""
+        """Return the parameter tree with `selected` as leaves and zeros for the others."""
         return self._tree(selected, jnp.zeros_like)
 
     def _tree(self, selected: Iterable[Any], fill: Callable[[jax.Array], Any]) -> PyTree:
@@ -101,7 +109,7 @@ class OptimizedLeaves:
         )
 
     def entries(self, tree: PyTree) -> list[Any]:
-        """Return what a tree like the parameters has for each optimized leaf: a leaf or a hole."""
+        """Return the node of a tree like the parameters at each optimized leaf."""
         return self.select(self._treedef.flatten_up_to(tree))
 
     def buffers(self, tree: PyTree) -> list[jax.Array]:
@@ -120,7 +128,10 @@ class OptimizedLeaves:
         return buffers
 
     def gradient(self, tree: PyTree, source: str) -> list[jax.Array]:
-        """Return the optimized leaves of a gradient, in their wide dtypes; raise if it is none."""
+        """Return the optimized leaves of a gradient, in their wide dtypes.
+
+        Raise if `tree` does not have the structure and the shapes of the parameters.
+        """
         structure = jax.tree.structure(tree)
         if structure != self._treedef:
             hint = ""
@@ -148,13 +159,12 @@ def broadcast_prefix(name: str, prefix: TreeOrFunction, params: PyTree) -> list[
     structure: Any = jax.tree.structure(prefix)
     is_tree = not callable(prefix) or structure == jax.tree.structure(params)
     tree = prefix if is_tree else prefix(params)
-    values: list[Any] = []
 
-    def repeat(value: Any, subtree: PyTree) -> None:
-        values.extend([value] * len(jax.tree.leaves(subtree)))
+    def repeat(value: Any, subtree: PyTree) -> PyTree:
+        return jax.tree.map(lambda _: value, subtree)
 
     try:
-        jax.tree.map(repeat, tree, params)
+        values: list[Any] = jax.tree.leaves(jax.tree.map(repeat, tree, params))
     except ValueError as error:
         raise ValueError(
             f"{name} must have the structure of the parameters, or be a prefix of it: "

@@ -55,7 +55,8 @@ def _take(table: jax.Array, indices: jax.Array) -> list[jax.Array]:
 def normalize(g: jax.Array, s: jax.Array, grad_weight: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Return the new s, and u = g / s: NaN where g is not finite, 0 where no gradient has been."""
     w, s = grad_weight.astype(g.dtype), s.astype(g.dtype)
-    # The root of the sum of two squares, which in float32 do not exist for 1e-20 and 1e20.
+    # |a + ib| is the root of a^2 + b^2 without the squares, which overflow or underflow in float32
+    # for gradients of 1e20 or 1e-20.
     s = jax.lax.abs(jax.lax.complex(jnp.sqrt(1 - w) * s, jnp.sqrt(w) * g))
     return s, g / jnp.where(s == 0, 1, s)
 
@@ -89,7 +90,7 @@ def step_leaf(
         p: The parameter.
         u: The gradient divided by `s_new`.
         coefficients: Those of this leaf.
-        master: y in float32 if `p` is in half precision, or a hole.
+        master: y in float32 if `p` is in half precision, else an `optax.MaskedNode`.
         e: z - x.
         s: The root mean square gradient before the step.
         s_new: The one after it.

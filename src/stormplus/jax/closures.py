@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from stormplus.jax._trees import PyTree, wide_dtype
+from stormplus.jax._trees import PyTree, find_states, wide_dtype
 from stormplus.jax.storm import StormState
 
 
@@ -29,8 +29,7 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
         ValueError: There is no `StormState` in `state`, or no step has been made.
         RuntimeError: The gradients differ.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, StormState))
-    states = [node for node in nodes if isinstance(node, StormState)]
+    states = find_states(StormState, state)
     if not states or any(int(jnp.min(s.step)) == 0 for s in states):
         raise ValueError(
             "verify needs the state after the first update: got "
@@ -81,7 +80,7 @@ def accumulate(
 
     def mean_grad(params: PyTree) -> PyTree:
         one = jax.eval_shape(grad_fn, params, jax.tree.map(lambda leaf: leaf[0], batches))
-        leaves, structure = jax.tree.flatten(one)
+        leaves = jax.tree.leaves(one)
         # The gradients of integers, which `mask=` leaves out, have dtype float0: no numbers.
         has_numbers = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
 
@@ -92,10 +91,9 @@ def accumulate(
         zeros = [jnp.zeros(g.shape, wide_dtype(g)) for g in compress(leaves, has_numbers)]
         total, _ = jax.lax.scan(add, zeros, batches)
         means = iter([g / count for g in total])
-        result = [
-            next(means) if numbers else np.zeros(leaf.shape, leaf.dtype)
-            for leaf, numbers in zip(leaves, has_numbers)
-        ]
-        return jax.tree.unflatten(structure, result)
+        return jax.tree.map(
+            lambda g: np.zeros(g.shape, g.dtype) if g.dtype == jax.dtypes.float0 else next(means),
+            one,
+        )
 
     return mean_grad

@@ -184,7 +184,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
     """Return the template: corrected momentum with the gain and the step size of `rule`."""
 
     def init(params: PyTree) -> StormState:
-        _check_no_holes(name, params)
+        _check_not_masked(name, params)
         optimized = OptimizedLeaves(params, options.mask)
         d = [jnp.zeros_like(x_i, dtype=wide_dtype(x_i)) for x_i in optimized.leaves]
 
@@ -269,6 +269,10 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
         def if_accepted(new: Any, old: jax.Array) -> jax.Array:
             return jnp.where(accepted, new, old).astype(old.dtype)
 
+        # A non-finite estimator is never read, because the next call restarts it, but no state
+        # should contain a NaN. Testing whole leaves would be another pass over memory.
+        d_new = [jnp.where(jnp.isfinite(d_i), d_i, 0) for d_i in d_new]
+
         mismatch = jax.lax.cond(
             state.started,
             lambda: state.mismatch,
@@ -289,7 +293,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
             sum_d_sq_over_a=jax.tree.map(
                 if_accepted, sums_new.sum_d_sq_over_a, sums.sum_d_sq_over_a
             ),
-            estimator=optimized.masked_tree(_finite_part(d_i) for d_i in d_new),
+            estimator=optimized.masked_tree(d_new),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -307,13 +311,13 @@ def _kind_of(value: Any) -> str:
     return repr(value) if value is None else f"a {type(value).__name__}"
 
 
-def _check_no_holes(name: str, params: PyTree) -> None:
+def _check_not_masked(name: str, params: PyTree) -> None:
     mask = jax.tree.map(lambda leaf: not is_masked(leaf), params, is_leaf=is_masked)
     if not all(jax.tree.leaves(mask)):
         raise TypeError(
-            "the parameters have holes (optax.MaskedNode), as optax.masked and optax.partition "
-            "make them, but grad_fn can only be evaluated at all the parameters; instead of "
-            f"wrapping the transformation, write `{name}(mask={mask})`"
+            "optax.masked or optax.partition has replaced parameters by optax.MaskedNode, but "
+            "grad_fn can only be evaluated at all the parameters; instead of wrapping the "
+            f"transformation, write `{name}(mask={mask})`"
         )
 
 
@@ -322,10 +326,3 @@ def _relative_difference(new: list[jax.Array], old: list[jax.Array]) -> jax.Arra
     size = norm(old)
     difference = norm([new_i - old_i for new_i, old_i in zip(new, old)])
     return difference / jnp.where(size == 0, 1, size)
-
-
-def _finite_part(leaf: jax.Array) -> jax.Array:
-    # A non-finite estimator is never read, because the next call restarts it. It is made finite
-    # all the same, so that no state contains a NaN; elementwise, because a test of the whole
-    # leaf would be another pass over memory.
-    return jnp.where(jnp.isfinite(leaf), leaf, 0)

@@ -31,6 +31,7 @@ from stormplus.jax._trees import (
     TreeOrFunction,
     accumulator_dtype,
     broadcast_prefix,
+    find_states,
     is_masked,
     root_mean_squares,
     safe_increment,
@@ -49,8 +50,8 @@ from stormplus.jax._untuned_leaf import (
 from stormplus.rules import Sum
 from stormplus.untuned_rule import INITIAL_WALK, INTERPOLATION, UntunedScalars
 
-Parameters = ParamSpec("Parameters")
-Result = TypeVar("Result")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class UntunedState(NamedTuple):
@@ -70,7 +71,7 @@ class UntunedState(NamedTuple):
             or with `state_dtype`.
         grad_rms: s, with the dtype of `z_minus_x`.
         initial_sample: z_1 on the coordinates that are measured, all leaves in one array.
-        master: y in float32 for leaves in half precision; holes elsewhere.
+        master: y in float32 for leaves in half precision; `optax.MaskedNode` for others.
     """
 
     step: jax.Array
@@ -87,10 +88,12 @@ class UntunedState(NamedTuple):
     master: PyTree
 
 
-def _without_lr(make: Callable[Parameters, Result]) -> Callable[Parameters, Result]:
-    # `optax.inject_hyperparams` reads the signature, so `**kwargs` cannot be in it.
+def _without_lr(make: Callable[P, R]) -> Callable[P, R]:
+    """Raise if a learning rate is passed."""
+
+    # A decorator: `optax.inject_hyperparams` reads the signature, which must not have `**kwargs`.
     @functools.wraps(make)
-    def checked(*args: Parameters.args, **kwargs: Parameters.kwargs) -> Result:
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
         rates = [f"{k}={kwargs[k]!r}" for k in ("lr", "learning_rate") if k in kwargs]
         if args or rates:
             raise TypeError(
@@ -213,7 +216,7 @@ def untuned(
             return jnp.where(finite, value, old).astype(old.dtype)
 
         if p:  # the rule compares leaves: there must be one
-            # Measured on what is returned: XLA would have to copy what that is computed from.
+            # From the returned update: XLA would have to copy what it is computed from.
             p_new = optimized.select(jax.tree.leaves(optax.apply_updates(params, param_updates)))
             new_e = [leaf.z_minus_x for leaf in new]
             y = [p_i if is_masked(leaf.master) else leaf.master for p_i, leaf in zip(p_new, new)]
@@ -226,7 +229,8 @@ def untuned(
                 eligible=_eligible(optimized),
                 xp=jnp,
             )
-            # On the devices of the value, also where nothing is lost: else a third compilation.
+            # Computed from the value, to be on its devices even if it is a constant 0: otherwise
+            # the update would be compiled once more.
             lost = after.effective_steps.lost + 0 * after.effective_steps.value
             after = after._replace(effective_steps=after.effective_steps._replace(lost=lost))
             scalars = jax.tree.map(if_finite, after, scalars)
@@ -303,8 +307,7 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
     Raises:
         ValueError: There is no `UntunedState` in `state`, or `params` do not match it.
     """
-    nodes = jax.tree.leaves(state, is_leaf=lambda node: isinstance(node, UntunedState))
-    states = [node for node in nodes if isinstance(node, UntunedState)]
+    states = find_states(UntunedState, state)
     if not states:
         raise ValueError(
             "averaged needs a state of untuned, also within another: "
