@@ -145,9 +145,11 @@ def test_names_and_options_are_checked():
     assert json.dumps(rules.describe(StormRule(theta=np.float32(0.5))))  # a checkpoint has it
     with pytest.raises(ValueError, match=r"method must be one of storm\+, .*, got 'adam'"):
         make_rule("adam")
-    with pytest.raises(TypeError, match=r"'storm\+' has no option theta; it takes none"):
+    with pytest.raises(TypeError, match=r"argument 'theta'; method 'storm\+' takes no options"):
         make_rule("storm+", theta=0.5)
-    with pytest.raises(TypeError, match="'ada-storm' needs horizon: pass horizon="):
+    with pytest.raises(TypeError, match=r"argument 'l'; method 'storm' takes theta, w, c, smooth"):
+        make_rule("storm", l=1.0)
+    with pytest.raises(TypeError, match=r"missing .*'horizon'; method 'ada-storm' takes horizon"):
         make_rule("ada-storm", alpha=0.2)
 
 
@@ -159,5 +161,5 @@ def test_describe_names_the_class_and_its_fields():
         with pytest.raises(TypeError, match="a rule must be an instance of a frozen dataclass"):
             rules.describe(nameless)
     bad = make_dataclass("Odd", [("field", object, None)], frozen=True)()
-    with pytest.raises(TypeError, match="fields must be numbers or words, got field=None"):
+    with pytest.raises(TypeError, match="fields must be numbers or strings, got field=None"):
         rules.describe(bad)

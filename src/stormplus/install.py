@@ -1,4 +1,4 @@
-"""Which command installs a missing part."""
+"""The commands that install optional packages, for error messages."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from numbers import Real
 from typing import Any, NamedTuple, TypeAlias
 
@@ -46,7 +46,7 @@ def check_unit(unit: Any) -> float | str:
 def _check_positive(rule: Any) -> None:
     """Raise unless every field of a rule is a positive finite number; store it as a float.
 
-    JAX's arrays, which it may be tracing, are left as they are.
+    Arrays of JAX, which may be tracers, are neither checked nor converted.
     """
     for field in fields(rule):
         value = getattr(rule, field.name)
@@ -162,11 +162,11 @@ class StormRule:
         _check_positive(self)
         if any(map(_is_jax_array, vars(self).values())):
             return
-        eta = self.theta / self.w ** (1 / 3)  # the first
+        eta = self.theta / self.w ** (1 / 3)  # the largest: before the first gradient
         # Products overflow to inf, where `**` would raise OverflowError.
-        largest = self.smoothness * self.smoothness * self.c * eta * eta
-        if not 0 < largest < math.inf:
-            raise ValueError(f"c L^2 eta^2 must be positive and finite, got {largest} from {self}")
+        a = self.smoothness * self.smoothness * self.c * eta * eta
+        if not 0 < a < math.inf:
+            raise ValueError(f"c L^2 eta^2 must be positive and finite, got {a} from {self}")
 
     def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq = sums.sum_g_sq.plus(g_sq)
@@ -291,7 +291,7 @@ def make_rule(method: str | Rule, **options: float) -> Rule:
     """Return the rule called `method`, or `method` itself if it is a rule.
 
     The names are "storm+", "simplified-storm+", "storm", "meta-storm-sg", "meta-storm-na",
-    "normalized-storm" and "ada-storm"; `options` are the constants of the rule so named.
+    "normalized-storm" and "ada-storm"; `options` are the fields of that rule.
     """
     if not isinstance(method, str):
         if not callable(method) or isinstance(method, type):
@@ -301,14 +301,11 @@ def make_rule(method: str | Rule, **options: float) -> Rule:
         return method
     if method not in _RULES:
         raise ValueError(f"method must be one of {', '.join(_RULES)}, got {method!r}")
-    known = {field.name: field.default is MISSING for field in fields(_RULES[method])}
-    if unknown := sorted(set(options) - set(known)):
-        takes = ", ".join(sorted(known)) or "none"
-        raise TypeError(f"method {method!r} has no option {', '.join(unknown)}; it takes {takes}")
-    missing = [name for name, required in known.items() if required and name not in options]
-    if missing:
-        raise TypeError(f"method {method!r} needs {', '.join(missing)}: pass {missing[0]}=...")
-    rule: Rule = _RULES[method](**options)
+    try:
+        rule: Rule = _RULES[method](**options)
+    except TypeError as error:  # it names the unknown or missing option
+        takes = ", ".join(field.name for field in fields(_RULES[method])) or "no options"
+        raise TypeError(f"{error}; method {method!r} takes {takes}") from None
     return rule
 
 
@@ -319,5 +316,5 @@ def describe(rule: Any) -> dict[str, Any]:
     constants = {f.name: getattr(rule, f.name) for f in fields(rule)}
     for name, value in constants.items():
         if not isinstance(value, (int, float, str)) or value != value:  # noqa: PLR0124 - NaN
-            raise TypeError(f"a rule's fields must be numbers or words, got {name}={value!r}")
+            raise TypeError(f"a rule's fields must be numbers or strings, got {name}={value!r}")
     return {"rule": type(rule).__name__} | {f"rule.{k}": v for k, v in constants.items()}

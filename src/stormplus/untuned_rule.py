@@ -216,7 +216,7 @@ def after_step(
     eligible: Array,
     xp: Library,
 ) -> UntunedScalars:
-    """Fold in what a step has measured.
+    """Return the scalars after a step, from what the step has measured.
 
     Args:
         scalars: Those before the step.
