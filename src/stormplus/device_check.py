@@ -32,7 +32,7 @@ class NoDeviceError(RuntimeError):
 class Parity(NamedTuple):
     """One optimizer on two devices, with a tolerance for |x_device - x_cpu| / |x_cpu - x_1|.
 
-    In bf16 a difference in the last bit of float32 can round a number up here and down there.
+    In bf16 a difference in the last bit of float32 can round up on one and down on the other.
     """
 
     name: str
@@ -56,7 +56,7 @@ OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
 
 
 class Counts(NamedTuple):
-    """What a step asks of a device; None if that cannot be counted here."""
+    """How often a step uses a device; None where that cannot be counted."""
 
     launches: int | None = None  # kernels, and copies within the device
     syncs: int | None = None
@@ -98,7 +98,7 @@ def count(device: torch.device, step: Step) -> Counts:
 
 
 def seconds(device: torch.device, step: Step) -> tuple[float, float]:
-    """Return how long a step takes until it returns, and until the device is done: medians."""
+    """Return the median seconds until a step returns, and until the device is done."""
     returned, done = [], []
     for _ in range(STEPS):
         synchronize(device)
@@ -162,8 +162,8 @@ def check_device(name: str, shapes: Shapes | None = None) -> bool:
     millions = sum(torch.Size(shape).numel() for shape in shapes) / 1e6
     print(f"\nOne step on {len(shapes)} tensors with {millions:.1f} M parameters in float32")
     print("(a launch is a kernel, or a copy within the device; - is not counted on this device)")
-    heads = ("launches", "syncs", "H2D", "D2H", "host ms", "total ms")
-    print(f"{'':32s}" + "".join(f"{head:>10s}" for head in heads))
+    columns = ("launches", "syncs", "H2D", "D2H", "host ms", "total ms")
+    print(f"{'':32s}" + "".join(f"{column:>10s}" for column in columns))
     for title, make in OPTIMIZERS.items():
         try:
             opt = make(_tensors(shapes, device))
@@ -215,13 +215,14 @@ def _compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 300), nn.Tanh(), nn.Linear(300, 10)).to(parity.dtype)
         batches = [(torch.randn(32, 64), torch.randint(10, (32,))) for _ in range(STEPS)]
-    here, start = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
-    there = [nn.Parameter(p.detach().to(device)) for p in here]
-    ours, theirs = parity.make(there), parity.make(here)
+    on_cpu = list(model.parameters())
+    start = [p.detach().clone() for p in on_cpu]
+    on_device = [nn.Parameter(p.detach().to(device)) for p in on_cpu]
+    cpu_opt, device_opt = parity.make(on_cpu), parity.make(on_device)
     gradients: list[list[Tensor]] = []
 
     def repeat() -> None:
-        for p, g in zip(there, gradients.pop(0)):
+        for p, g in zip(on_device, gradients.pop(0)):
             p.grad = g
 
     for x, y in batches:
@@ -229,14 +230,14 @@ def _compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]
         def evaluate(x: Tensor = x, y: Tensor = y) -> None:
             model.zero_grad()
             nn.functional.cross_entropy(model(x.to(parity.dtype)), y).backward()
-            gradients.append([p.grad.to(device) for p in here if p.grad is not None])
+            gradients.append([p.grad.to(device) for p in on_cpu if p.grad is not None])
 
-        _step(theirs, evaluate)
-        _step(ours, repeat)
-    backends = sorted({info.kernels.__name__ for info in ours._infos if info.kernels})
+        _step(cpu_opt, evaluate)
+        _step(device_opt, repeat)
+    backends = sorted({info.kernels.__name__ for info in device_opt._infos if info.kernels})
     differences = [
         _distance(q.detach().cpu(), p.detach()) / _distance(p.detach(), x_1)
-        for p, q, x_1 in zip(here, there, start)
+        for p, q, x_1 in zip(on_cpu, on_device, start)
     ]
     difference = max(differences) if all(map(math.isfinite, differences)) else math.inf
     return difference, ", ".join(name.rpartition(".")[2] for name in backends)

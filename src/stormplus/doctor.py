@@ -22,7 +22,7 @@ _EXTRAS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command, and return its exit code: 1 if a check has failed, 2 without the device."""
+    """Run the command, and return its exit code: 1 if a check fails, 2 without the device."""
     parser = argparse.ArgumentParser(
         prog="python -m stormplus.doctor",
         description="Print what is installed and what is missing, or check a device.",
@@ -69,9 +69,9 @@ def _native() -> str:
     except ModuleNotFoundError:
         return "need torch"
     if native.LIBRARY is not None:
-        return "there: optimizers on the CPU use them by default"
+        return "found: optimizers on CPUs use them by default"
     return (
-        "missing, everything works without them, slower: with a C compiler (cc, gcc or clang), "
+        "not built, so steps on CPUs are slower: with a C compiler (cc, gcc or clang), "
         "pip install --force-reinstall --no-deps . in a clone"
     )
 

@@ -35,9 +35,9 @@ class Trace(NamedTuple):
 
 
 def trace_run(problem: Objective, steps: int, *, x0: Array | None = None, **options: Any) -> Trace:
-    """Run `minimize` with its `options`, and keep every vector of every step.
+    """Run `minimize` with its `options`, and return every vector of every step.
 
-    It starts from `x0`, by default `problem.start()`; by default `rng=0`.
+    Defaults: `x0` is `problem.start()`, and `rng` is 0.
     """
     calls: list[Array] = []
     rows: list[tuple[Array, Array]] = []
@@ -46,11 +46,11 @@ def trace_run(problem: Objective, steps: int, *, x0: Array | None = None, **opti
         calls.append(problem.grad(x, xi))
         return calls[-1]
 
-    def keep(result: Any) -> None:
+    def record(result: Any) -> None:
         rows.append((result.x, result.estimator))
 
     start = problem.start() if x0 is None else x0
-    result = minimize(grad, start, problem.sample, steps, callback=keep, **{"rng": 0} | options)
+    result = minimize(grad, start, problem.sample, steps, callback=record, **{"rng": 0} | options)
     x, d = (np.array(part) for part in zip(*rows))
     # minimize evaluates g_1, and then g_t before g~_{t-1} (Alg. 1, line 5).
     return Trace(

@@ -62,8 +62,8 @@ class Observer:
         full_grad: The exact gradient: `full_grad(x)` for `minimize`; for torch
             `full_grad()`, which returns one tensor per parameter (None for a frozen one), of the
             loss: weight decay and the sign of `maximize` are added.
-        window: The number of steps that running means look back.
-        every: Keep one row in so many steps. Running means use every step.
+        window: The running means are over about this many steps.
+        every: Keep every n-th row. Running means use every step.
         writer: A TensorBoard `SummaryWriter`; its `add_scalars` gets each row that is kept.
         tag: The writer's main tag.
     """
@@ -276,8 +276,8 @@ class Attachment(AbstractContextManager["Attachment"]):
             pair["move_sq"] = _square_distance({p: p.detach() for p in x_old}, x_old)
             pair["drift_sq"] = _square_distance(g, g_tilde)
         self._g, self._moved = g, None
-        seen = self.optimizer.diagnostics()
-        step, errors = int(seen["step"]), {}
+        diagnostics = self.optimizer.diagnostics()
+        step, errors = int(diagnostics["step"]), {}
         if self.observer.full_grad is not None and self.observer._due(step):
             import torch
 
@@ -285,7 +285,7 @@ class Attachment(AbstractContextManager["Attachment"]):
                 g_bar = self._gradients(self.observer.full_grad())
             errors["true_error_sq"] = _square_distance(self._estimators(), g_bar)
             errors["true_noise_sq"] = _square_distance(g, g_bar)
-        self.observer._record(step, seen, errors, pair)
+        self.observer._record(step, diagnostics, errors, pair)
 
     def _gradients(self, of_loss: Iterable[Tensor | None] | None = None) -> Vectors:
         """Return the gradients as the optimizer sees them, with L2 decay and sign.

@@ -1,4 +1,4 @@
-"""Bounded non-convex functions that meet every assumption of the paper, with a noise dial.
+"""Bounded non-convex functions that meet every assumption of the paper, at any noise level.
 
 With u = x - centre, two profiles phi, psi of one variable and signs xi, xi' in {-1, 1},
 
@@ -72,12 +72,12 @@ class BoundedNonConvex(Objective):
         # For the ripple, (h + s) phi + s psi is a sinusoid of this amplitude, and so are its
         # derivatives: L and G are exact. For the well they are bounds.
         amplitude = math.hypot(h + s, s)
-        slope, curvature, high = amplitude, amplitude, 2.0
+        slope, curvature, phi_range = amplitude, amplitude, 2.0
         if self.profile == "well":
             slope = min(amplitude, (h + s) * WELL_SLOPE + s)
             curvature = (h + s) * WELL_CURVATURE + s * WELL_TILT_CURVATURE
-            high = 1.0
-        return Constants(curvature, slope * math.sqrt(self.dim), sigma, h * high * self.dim)
+            phi_range = 1.0
+        return Constants(curvature, slope * math.sqrt(self.dim), sigma, h * phi_range * self.dim)
 
     def sample(self, rng: np.random.Generator) -> tuple[Array, Array]:
         signs = 2.0 * rng.integers(2, size=(2, self.dim)) - 1

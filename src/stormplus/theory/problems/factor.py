@@ -18,11 +18,13 @@ class _Factorisation(FiniteSum):
         self, shape: tuple[int, int], rank: int, n_samples: int, batch_size: int, **data: Any
     ) -> None:
         super().__init__(n_samples, rank * sum(shape), batch_size, **data)
-        self.shape, self.rank, self.cut = shape, rank, shape[0] * rank
+        self.shape, self.rank = shape, rank
+        self.first_size = shape[0] * rank  # of the first factor
 
     def _split(self, x: Any) -> tuple[Any, Any]:
         """Return one factor with a row per row of the matrix, one with a row per column."""
-        return x[: self.cut].reshape(-1, self.rank), x[self.cut :].reshape(-1, self.rank)
+        first, second = x[: self.first_size], x[self.first_size :]
+        return first.reshape(-1, self.rank), second.reshape(-1, self.rank)
 
 
 class NonNegativeFactorisation(_Factorisation):
@@ -68,8 +70,8 @@ class NonNegativeFactorisation(_Factorisation):
         """Return positive factors of the size of the data: W H has the mean of V."""
         level = (self.data["columns"].mean() / self.rank) ** 0.5
         noise = np.random.default_rng(rng).uniform(0.5, 1.5, self.dim)
-        noise[: self.cut] *= level**0.5
-        noise[self.cut :] *= (level / self.stretch) ** 0.5
+        noise[: self.first_size] *= level**0.5
+        noise[self.first_size :] *= (level / self.stretch) ** 0.5
         return noise
 
 
@@ -89,12 +91,12 @@ class MatrixCompletion(_Factorisation):
         *,
         batch_size: int = 256,
     ) -> None:
-        places, values = np.asarray(indices, np.int64), np.asarray(entries, np.float64)
-        if places.shape != (len(values), 2):
+        pairs, values = np.asarray(indices, np.int64), np.asarray(entries, np.float64)
+        if pairs.shape != (len(values), 2):
             raise ValueError(
-                f"indices must be one row (i, j) per entry, got {places.shape} for {values.shape}"
+                f"indices must be one row (i, j) per entry, got {pairs.shape} for {values.shape}"
             )
-        super().__init__(shape, rank, len(values), batch_size, indices=places, entries=values)
+        super().__init__(shape, rank, len(values), batch_size, indices=pairs, entries=values)
         self.factor = float(np.sqrt(shape[0]))
 
     def matrix(self, x: Array) -> Array:
@@ -128,8 +130,8 @@ class MatrixCompletion(_Factorisation):
         filled = np.zeros(self.shape)
         filled[i, j] = self.data["entries"]
         filled *= filled.size / self.n_samples
-        left, size, right = np.linalg.svd(filled, full_matrices=False)
-        root = np.sqrt(size[: self.rank])
+        left, singular_values, right = np.linalg.svd(filled, full_matrices=False)
+        root = np.sqrt(singular_values[: self.rank])
         u, v = left[:, : self.rank] * root, right[: self.rank].T * root
         return np.concatenate([u.ravel(), v.ravel()])
 

@@ -154,8 +154,8 @@ def outlier_regression(
     truth = rng.standard_normal(dim)
     a = rng.standard_normal((n_samples, dim))
     y = a @ truth
-    broken = rng.random(n_samples) < outliers
-    y[broken] += 20 * rng.standard_normal(broken.sum())
+    is_outlier = rng.random(n_samples) < outliers
+    y[is_outlier] += 20 * rng.standard_normal(is_outlier.sum())
     return RobustRegression(a, y, scale=1.0), truth
 
 
