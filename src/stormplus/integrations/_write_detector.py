@@ -1,7 +1,7 @@
 """Restarts an estimator when something other than the optimizer has written to the parameters.
 
-A trainer that loads weights without the optimizer's state leaves an estimator that belongs to
-another point. A write through `p.data` is not detected: torch does not count it.
+After a trainer loads weights without the optimizer's state, the estimator belongs to another point.
+Writes through `p.data` are not detected: torch does not count them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def record_versions(opt: PairedOptimizer) -> None:
 def restart_if_written(opt: PairedOptimizer) -> None:
     """Restart the estimator if the parameters were written to; call it before a sample.
 
-    Raises a RuntimeError if the previous sample restarted too: a restarted sample moves nothing.
+    Raise if it restarted at the previous sample too: a sample that restarts does not move.
     """
     generation, versions = _recorded.get(opt, (-1, []))
     written = any(p._version != version for p, version in versions)

@@ -19,9 +19,8 @@ class UntunedScheduleFree(Optimizer):
     """Makes an `Untuned` from what tools pass to every optimizer.
 
     Learning rates, of groups too, and options of Adam and Schedule-Free are ignored with a warning;
-    strings are converted. The name is for kohya's scripts, which call `optimizer.eval()` and leave
-    the scheduler out only for names that end in "ScheduleFree". It is a class because the
-    factories require one.
+    strings are converted. Only for names that end in "ScheduleFree" do kohya's scripts call
+    `optimizer.eval()` and leave the scheduler out. It is a class because the factories require one.
     """
 
     def __new__(cls, params: Any, lr: Any = None, **options: Any) -> Untuned:  # type: ignore[misc]

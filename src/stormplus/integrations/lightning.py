@@ -149,7 +149,7 @@ class StormPlusCallback(Callback):
         self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
     ) -> None:
         if self._resumed is not None and self._resumed["mid_epoch"]:
-            self._rewind(trainer)  # creating the loader's iterator has drawn random numbers
+            self._rewind(trainer)  # the loader's new iterator has drawn random numbers
         self._resumed = None
         if self._replay is not None and batch_idx % trainer.accumulate_grad_batches == 0:
             self._replay.finish()  # left by an epoch that was ended early
@@ -183,7 +183,7 @@ class StormPlusCallback(Callback):
             self._resumed = checkpoint.get(CHECKPOINT_KEY)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._rewind(trainer)  # before the order of the next epoch is drawn
+        self._rewind(trainer)  # before the loader shuffles the next epoch
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if order_is_drawn_again(trainer):
@@ -207,7 +207,7 @@ class _SampleSkipped(Exception):
 
 
 def _evaluate_again(trainer: Any, opt: PairedOptimizer, args: Any, kwargs: Any, last: bool) -> None:
-    """Evaluate a micro-batch as Lightning's loop does; DDP synchronizes after the last one."""
+    """Evaluate a micro-batch as Lightning's loop does; DDP synchronizes at the last one."""
     strategy = trainer.strategy
     waits = isinstance(strategy, DDPStrategy) and not last
     with (

@@ -1,8 +1,8 @@
 """The second evaluation of a sample, for trainers that run the backward passes themselves.
 
 Such a trainer evaluates its micro-batches once, clips, and calls `step()` without a closure.
-`Replay` gives `step` a closure: its first call leaves the gradient that is there, its second one
-evaluates the same micro-batches again.
+`Replay` gives `step` a closure: its first call returns the gradient that the trainer has computed,
+its second one evaluates the same micro-batches again.
 """
 
 from __future__ import annotations

@@ -17,14 +17,14 @@ from torch import _disable_dynamo, nn  # type: ignore[attr-defined]
 from stormplus.torch import Untuned, recalibrate
 from stormplus.trainers import managed
 
-# The highest learning rate so far; infinite once the warning of a falling one was given.
+# The highest learning rate so far; infinite after the warning.
 _highest_lr: WeakKeyDictionary[Untuned, float] = WeakKeyDictionary()
 
 
 class Average:
     """Swaps the average of some `Untuned` optimizers into and out of their parameters.
 
-    A copy, as a copied model has it, has no optimizers and does nothing.
+    A copy, such as the one in a copied model, has no optimizers and does nothing.
 
     Args:
         optimizers: The optimizers of the model's parameters.
@@ -72,7 +72,7 @@ class Average:
 
     @contextmanager
     def swapped_in(self) -> Iterator[None]:
-        """Hold the average inside the context, and what was there before outside."""
+        """Swap the average in for the context, unless it is in already."""
         before = all(opt.at_average for opt in self.optimizers)
         self.swap_in()
         try:
@@ -82,7 +82,7 @@ class Average:
                 self.swap_out()
 
     def remember(self, evaluate: Callable[[], Any]) -> None:
-        """Keep a training batch, as a function that evaluates it, to recompute statistics."""
+        """Store a function that evaluates a training batch, to recompute statistics with it."""
         self._batches.append(evaluate)
 
     def _recalibrate(self) -> None:
@@ -97,10 +97,11 @@ class Average:
             recalibrate(self._model, self._batches, evaluate=lambda batch: batch())
 
     def follow(self, module: nn.Module) -> ExitStack:
-        """Swap by what happens to the module, until the returned stack is closed.
+        """Swap by hooks, until the returned stack is closed.
 
-        A call in train mode and a step with a closure swap the average out. A call in eval mode
-        and taking the state of the module or of the optimizer swap it in.
+        The average is swapped out before the module is called in train mode and before a step with
+        a closure. It is swapped in before a call in eval mode and before the `state_dict` of the
+        module or of an optimizer is taken.
         """
         if self.recalibrate_batches and _synchronizes_statistics(module):
             raise ValueError(
@@ -140,7 +141,7 @@ class Average:
 
 
 class AverageCallback:
-    """What the callbacks of all trainers for `Untuned` share."""
+    """Base class of the trainers' callbacks for `Untuned`."""
 
     def __init__(self, *, recalibrate_batches: int = 0) -> None:
         super().__init__()
@@ -148,7 +149,7 @@ class AverageCallback:
         self._hooks = ExitStack()
 
     def _begin(self, optimizers: list[Any], model: Any, advice: str) -> None:
-        """Take the average of the trainer's optimizers; raise if there is no `Untuned`."""
+        """Average the `Untuned` among the trainer's optimizers; raise if there is none."""
         untuned = [opt for opt in optimizers if isinstance(opt, Untuned)]
         if not untuned:
             names = ", ".join(type(opt).__name__ for opt in optimizers) or "nothing"
