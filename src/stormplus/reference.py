@@ -1,6 +1,6 @@
 """`minimize`: Algorithm 1 in NumPy float64, to be read beside the paper.
 
-It is slow and obvious: it keeps the previous iterate and evaluates both gradients where the paper
+It is slow and obvious: it stores the previous iterate and evaluates both gradients where the paper
 does. JAX is tested against it; torch against tests/support/oracle.py, which shares no code.
 """
 
@@ -19,7 +19,7 @@ try:
 except ImportError:
 
     class OptimizeResult(dict):  # type: ignore[no-redef,type-arg]
-        """A dict whose keys are attributes too, as SciPy's class of this name."""
+        """A dict with attribute access, like SciPy's class of this name."""
 
         def __getattr__(self, name: str) -> Any:
             try:

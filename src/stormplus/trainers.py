@@ -66,11 +66,11 @@ def _check_untuned(opt: Any) -> None:
             )
             return
     if any(module.startswith("accelerate.") for module in modules):
-        _check_first_save(opt)  # not now: the loop may call eval() later
+        _check_first_save(opt)  # until then the loop may call eval()
 
 
 def _check_paired(opt: Any) -> None:
-    # `f_locals` is read only in known functions: it would keep the user's variables alive.
+    # Read `f_locals` in known functions only: in the user's it would keep variables alive.
     for frame in stack_frames():
         module = _module(frame)
         if module.endswith(".lookahead"):  # of timm or pytorch_optimizer

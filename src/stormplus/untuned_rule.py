@@ -6,7 +6,7 @@ largest distance of the fast iterate z from its start so far, s a coordinate's r
 gradient, and u = g / s.
 
 NumPy takes half a microsecond per operation on arrays of a few numbers, and a tenth more if a
-constant is an integer: fewer operations are faster, and constants are floats.
+constant is an integer: the formulas have few operations, and constants are floats.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _MAX_RATIO = 2.0**50
 
 
 class UntunedScalars(NamedTuple):
-    """What is known about each tensor between two steps.
+    """The scalars of each tensor between two steps.
 
     Attributes:
         step: How many gradients the tensor has had.
@@ -65,7 +65,7 @@ class UntunedScalars(NamedTuple):
 
 
 def natural_scale(inputs: int) -> float:
-    """Return the size of a weight whose layer keeps the size of its signals, up to a constant.
+    """Return the scale of weights at which a layer preserves that of its signals, up to a constant.
 
     Args:
         inputs: How many numbers make up one output; for a vector, its length.
@@ -106,7 +106,7 @@ def max_step_size(ceiling: Array, evidence: Array) -> Array:
 
 
 def eligible_tensors(axes: Sequence[int]) -> list[bool]:
-    """Return which tensors `least_agreement` looks at: matrices, or all if there is none.
+    """Return which tensors `least_agreement` is taken over: matrices, or all if there is none.
 
     Args:
         axes: How many axes each tensor has; 0 for an empty one.
@@ -169,7 +169,7 @@ def displacement_ratio(displacement: Array, walk: Array) -> Array:
 
 
 def grown_distance(displacement: Array, ratio: Array) -> Array:
-    """Return r as a step suggests it: DoG's distance, up to four times that if the steps agree.
+    """Return the r that a step suggests: DoG's distance, up to four times that if the steps agree.
 
     DoG's alone (Ivgi, Hinder and Carmon, 2023) grows with the root of t while gradients are mostly
     noise, so that a small start would be costly. Where steps turn around at once, as they can in a

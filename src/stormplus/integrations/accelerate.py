@@ -100,8 +100,8 @@ def prepare(accelerator: Accelerator, *objects: Any, recalibrate_batches: int = 
         if not isinstance(opt, (PairedOptimizer, Untuned)):
             continue
         params = set(map(id, opt.parameters()))
-        known = [accelerator.unwrap_model(model) for model in accelerator._models]
-        models = [model for model in known if params & set(map(id, model.parameters()))]
+        models = [accelerator.unwrap_model(model) for model in accelerator._models]
+        models = [model for model in models if params & set(map(id, model.parameters()))]
         if not models:
             raise ValueError(
                 f"no prepared model has a parameter of this {type(opt).__name__}: "

@@ -22,7 +22,7 @@ from stormplus.integrations._write_detector import record_versions, restart_if_w
 from stormplus.integrations.untuned import Average, ignore_lr
 from stormplus.torch import BaseOptimizer, PairedOptimizer, Untuned, same_sample
 
-with required("keras"):  # keras, or the backend that it looks for
+with required("keras"):  # its import also fails without its backend
     import keras
     from keras.src.random.seed_generator import global_seed_generator
 
@@ -220,7 +220,7 @@ class StormPlusModelMixin:
 
 
 def _statistics(model: Any) -> nn.Module:
-    """Return a module whose buffers are all that an evaluation changes."""
+    """Return a module whose buffers are all the variables that an evaluation changes."""
     variables = nn.Module()
     seed = global_seed_generator().state  # for random numbers drawn without a SeedGenerator
     for i, variable in enumerate((*model.non_trainable_variables, seed)):

@@ -76,8 +76,8 @@ def error_dynamics(trace: Trace) -> Array:
     """
     a = trace.gain[1:-1, None]  # a_2, ..., a_T
     error = trace.error
-    fresh = a * (trace.g[1:] - trace.g_bar[1:])
-    return error[1:] - ((1 - a) * error[:-1] + fresh + (1 - a) * trace.z)
+    noise = trace.g[1:] - trace.g_bar[1:]
+    return error[1:] - ((1 - a) * error[:-1] + a * noise + (1 - a) * trace.z)
 
 
 def sum_of_gradients(

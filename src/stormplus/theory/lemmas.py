@@ -1,7 +1,8 @@
 """The paper's inequalities on sequences, each as a pair (left side, right side).
 
-They use arithmetic only, so they run on `float` and on `decimal.Decimal`: what fails with 80
-digits is false, what fails in floats alone is rounding. `docs/theory.md` lists the findings.
+They use arithmetic only, so they run on `float` and on `decimal.Decimal`: an inequality that fails
+with 80 digits is false, one that fails in floats alone fails by rounding. `docs/theory.md` lists
+the findings.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def tau_star(a: Sequence[Number], grad_bound: Number) -> int:
     """Return tau* = max{t in [T]: a_t >= beta}, for a_1, ..., a_{T+1}.
 
     It is a stopping time because a_t never grows: {tau* <= t} = {a_{t+1} < beta} for
-    t < T, and a_{t+1} is known at time t. Gains that may grow would give none.
+    t < T, and a_{t+1} is known at time t.
     """
     return max(t for t, a_t in enumerate(a[:-1], start=1) if a_t >= beta(grad_bound))
 
@@ -114,6 +115,6 @@ def ats_tau_star(
     a = gains(g_sq)  # a_{t+1} is a[t]
     last, inverse = tau_star(a, grad_bound), inverse_beta_tilde(grad_bound)
     first_part = [Inequality(1 / a[t], inverse) for t in range(1, last + 1)]
-    rise = 2 * type(grad_bound)(1) / 3
-    later = range(last + 1, len(a))
-    return first_part, [Inequality(1 / a[t] - 1 / a[t - 1], rise) for t in later]
+    bound = 2 * type(grad_bound)(1) / 3
+    after = range(last + 1, len(a))
+    return first_part, [Inequality(1 / a[t] - 1 / a[t - 1], bound) for t in after]

@@ -145,7 +145,7 @@ class Observer:
         errors: dict[str, float],
         pair: dict[str, float] | None,
     ) -> None:
-        """Add a step: what the optimizer reports, the true errors if known, the pair if any."""
+        """Add a row. `pair` has the squared distances, or is None if the step had one gradient."""
         row = {name: float(reported[name]) for name in REPORTED} | errors
         if pair is not None:
             if pair["move_sq"] > 0:
