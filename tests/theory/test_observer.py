@@ -1,5 +1,6 @@
 """The observer: its rows are the theory's quantities, in NumPy and in torch."""
 
+import copy
 import csv
 from types import SimpleNamespace
 
@@ -226,6 +227,25 @@ def test_torch_only_a_completed_pair_is_recorded():
         loss(params).backward()
         opt.estimate()  # the same sample again
     assert ["drift_sq" in row for row in observer.rows] == [False, True, False, True, True]
+
+
+def test_torch_no_pair_spans_a_loaded_state():
+    """The loss has no noise, but gradients at two points differ as if it had."""
+    params, opt = made()
+    observer = Observer()
+    with observer.attach(opt):
+        take(opt, lambda: loss(params))
+        saved, points = copy.deepcopy(opt.state_dict()), [p.detach().clone() for p in params]
+        for _ in range(3):
+            take(opt, lambda: loss(params))
+        opt.load_state_dict(saved)
+        with torch.no_grad():
+            for p, point in zip(params, points):
+                p.copy_(point)
+        for _ in range(2):
+            take(opt, lambda: loss(params))
+    assert ["drift_sq" in row for row in observer.rows[-2:]] == [False, True]
+    assert observer.latest["noise_sq"] < 1e-24
 
 
 @pytest.mark.parametrize(

@@ -230,6 +230,7 @@ class Attachment(AbstractContextManager["Attachment"]):
 
     def __init__(self, observer: Observer, optimizer: PairedOptimizer) -> None:
         self.observer, self.optimizer = observer, optimizer
+        self._generation = optimizer.generation
         self._forget()
         self._handle = optimizer.register_pass_hook(self._on_pass)
 
@@ -250,6 +251,9 @@ class Attachment(AbstractContextManager["Attachment"]):
     def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
         import torch
 
+        if optimizer.generation != self._generation:  # after a load or a reset: another point
+            self._generation = optimizer.generation
+            self._forget()
         with torch.no_grad():
             if when == "before_move":
                 self._before_move()
