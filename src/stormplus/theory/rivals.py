@@ -59,7 +59,7 @@ class CountedGradients:
         return self.problem.grad(x, xi)
 
     def full(self, x: Array) -> Array:
-        return self.grad(x, self.problem.everything)
+        return self.grad(x, self.problem.full_sample)
 
     def difference(self, x: Array, other: Array, xi: Indices) -> Array:
         """Return g_S(x) - g_S(other): two gradients per data point, or none."""

@@ -37,7 +37,7 @@ class Objective(ABC):
     dim: int  # the number of unknowns; x is a vector
     constants: Constants
     data: Mapping[str, NDArray[Any]]  # the arrays that the loss reads
-    everything: Any  # the xi with f(x; xi) = f(x)
+    full_sample: Any  # the xi with f(x; xi) = f(x)
 
     @abstractmethod
     def sample(self, rng: np.random.Generator) -> Any:
@@ -61,11 +61,11 @@ class Objective(ABC):
 
     def full_grad(self, x: Array) -> Array:
         """Return the exact gradient of f at x."""
-        return self.grad(x, self.everything)
+        return self.grad(x, self.full_sample)
 
     def full_value(self, x: Array) -> Any:
         """Return f(x), exactly."""
-        return self.value(x, self.everything)
+        return self.value(x, self.full_sample)
 
     def module(self, x: Array | None = None) -> ProblemModule:
         """Return a torch module with the parameter `x`; calling it with xi returns f(x; xi)."""
@@ -84,7 +84,7 @@ class FiniteSum(Objective):
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, got {batch_size}")
         self.n_samples, self.dim, self.batch_size = n_samples, dim, batch_size
-        self.data, self.constants, self.everything = data, Constants(), np.arange(n_samples)
+        self.data, self.constants, self.full_sample = data, Constants(), np.arange(n_samples)
 
     def sample(self, rng: np.random.Generator, size: int | None = None) -> NDArray[np.int64]:
         """Draw `size` indices, by default `batch_size`."""

@@ -46,7 +46,7 @@ class BoundedNonConvex(Objective):
         seed: Of the centres, uniform in [-1, 1].
     """
 
-    everything = (0.0, 0.0)  # the mean of the signs
+    full_sample = (0.0, 0.0)  # the mean of the signs
 
     def __init__(
         self,
