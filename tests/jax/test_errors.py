@@ -30,8 +30,8 @@ OF_EACH = [
 ]
 OF_PAIRS = [
     ({"decoupled_weight_decay": 0.1}, TypeError, "decoupled_weight_decay must be"),
-    ({"unit": 0}, ValueError, "unit must be positive, got 0"),
-    ({"unit": "mean"}, TypeError, "unit must be a number, got 'mean'"),
+    ({"unit": 0}, ValueError, "unit must be a positive finite number or 'first', got 0"),
+    ({"unit": "mean"}, ValueError, "unit must be a positive finite number .* got 'mean'"),
     ({"scope": "tensor"}, TypeError, "unexpected keyword argument 'scope'"),
     ({"groups": {"a": 0}}, TypeError, "unexpected keyword argument 'groups'"),
 ]

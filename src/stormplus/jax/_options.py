@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax  # type: ignore[import-untyped, unused-ignore]
 
 from stormplus.jax._trees import OptimizedLeaves, TreeOrFunction, norm, widen
+from stormplus.rules import check_unit
 
 # `optax.inject_hyperparams` passes its numbers as arrays, traced or not.
 Number: TypeAlias = float | jax.Array
@@ -34,10 +35,8 @@ class Options:
     def __post_init__(self) -> None:
         if not callable(self.lr):
             check_number("lr", self.lr, "default 1.0; or a schedule f(count)")
-        if self.unit != "first":
-            check_number("unit", self.unit, 'default 1.0; or "first", the first |g|')
-            if not isinstance(self.unit, jax.Array) and self.unit == 0:
-                raise ValueError("unit must be positive, got 0")
+        if not isinstance(self.unit, jax.Array):
+            check_unit(self.unit)
         check_number("weight_decay", self.weight_decay, "0.0 disables it")
         _check_flag("decoupled_weight_decay", self.decoupled_weight_decay)
         _check_flag("maximize", self.maximize)
@@ -54,7 +53,7 @@ class Options:
 
     def unit_at(self, unit: jax.Array, sum_g_sq: jax.Array, g: list[jax.Array]) -> jax.Array:
         """Return the unit of the gradient, from the stored one and a gradient of the objective."""
-        if self.unit != "first":
+        if not isinstance(self.unit, str):
             return jnp.asarray(self.unit, unit.dtype)
 
         def first() -> jax.Array:
