@@ -47,10 +47,6 @@ class Options:
                 f"optax.clip_by_global_norm(1.0), got {tx!r}"
             )
 
-    def lr_at(self, moves: jax.Array) -> Any:
-        """Return the lr of the next move, after `moves` of them."""
-        return self.lr(moves) if callable(self.lr) else self.lr
-
     def unit_at(self, unit: jax.Array, sum_g_sq: jax.Array, g: list[jax.Array]) -> jax.Array:
         """Return the unit of the gradient, from the stored one and a gradient of the objective."""
         if not isinstance(self.unit, str):

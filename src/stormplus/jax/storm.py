@@ -238,7 +238,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
         eta = jnp.where(state.started & first_finite, state.step_size, 0)
 
         # MOVE
-        lr = options.lr_at(state.moves)
+        lr = options.lr(state.moves) if callable(options.lr) else options.lr
         # Beyond the paper: decoupled weight decay, which no gradient and no norm contains.
         decay = options.decay(x, decoupled=True)
         alpha = lr * eta

@@ -226,7 +226,9 @@ def untuned(
                 alpha=alpha,
                 mean_square=mean_square,
                 displacement=_displacement(y, new_e, state),
-                eligible=_eligible(optimized),
+                eligible=np.array(
+                    untuned_rule.eligible_tensors([p_i.ndim if p_i.size else 0 for p_i in p])
+                ),
                 xp=jnp,
             )
             # Computed from the value, to be on its devices even if it is a constant 0: otherwise
@@ -357,11 +359,6 @@ def _natural_scales(optimized: OptimizedLeaves) -> jax.Array:
     leaves = optimized.leaves
     inputs = [x.size // max(x.shape[-1], 1) if x.ndim > 1 else x.size for x in leaves]
     return jnp.array([untuned_rule.natural_scale(n) for n in inputs], accumulator_dtype())
-
-
-def _eligible(optimized: OptimizedLeaves) -> np.ndarray[Any, Any]:
-    axes = [leaf.ndim if leaf.size else 0 for leaf in optimized.leaves]
-    return np.array(untuned_rule.eligible_tensors(axes))
 
 
 # -- the displacement ------------------------------------------------------------------------
