@@ -1,13 +1,20 @@
 """Each example does what it promises, and the notebooks run."""
 
 import os
+import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.support.pages import ROOT
 from tests.support.pages import run_example as run
+from tests.torch.optimizers import assert_same
 
 pytestmark = pytest.mark.long
 
@@ -120,12 +127,23 @@ def test_training_loop(name, options, said, accuracy, monkeypatch):
         assert float(re.findall(r"\d\.\d+", last)[-1]) > accuracy
 
 
-def test_checkpoint_resumes(tmp_path):
-    whole = run("checkpoint.py", "--samples", 12, "--out", tmp_path / "a")
-    run("checkpoint.py", "--samples", 12, "--out", tmp_path / "b")
-    again = run("checkpoint.py", "--samples", 12, "--out", tmp_path / "b")
-    assert "starting from sample 12" in again
-    assert whole.splitlines()[-1] == again.splitlines()[-1]
+def test_a_run_that_is_killed_again_and_again_ends_bit_identical(tmp_path):
+    rng, options = random.Random(0), ("--samples", "1000", "--out")
+    command = [sys.executable, str(ROOT / "examples" / "checkpoint.py"), *options]
+    for _ in range(10):
+        process = subprocess.Popen(
+            [*command, str(tmp_path / "killed")], stdout=subprocess.PIPE, text=True
+        )
+        assert "starting from" in process.stdout.readline()  # it trains now
+        time.sleep(rng.uniform(0.0, 0.15))
+        process.kill()
+        process.communicate()
+        assert process.returncode == -signal.SIGKILL, "the run must be long enough to be killed"
+    ends = []
+    for name in ("killed", "whole"):
+        assert "training loss" in run("checkpoint.py", *options, tmp_path / name)
+        ends.append(torch.load(tmp_path / name / "checkpoint.pt", weights_only=True))
+    assert_same(*ends)
 
 
 @pytest.mark.parametrize("name", ["story.ipynb", "untuned.ipynb"])
