@@ -264,21 +264,6 @@ def test_the_state_has_the_promised_size(case):
 # -- gradients -----------------------------------------------------------------------------------
 
 
-@every
-def test_micro_batches_inside_the_closure_are_one_sample(case):
-    run, whole = Run(case), Run(case).train()
-    for u, y in run.problem.samples:
-
-        def evaluate():
-            run.opt.zero_grad()
-            for part in (slice(0, 3), slice(3, 8)):
-                loss = run.problem.loss(run.params, (u[part], y[part]))
-                (loss * len(u[part]) / 8).backward()
-
-        case.step(run.opt, evaluate)
-    torch.testing.assert_close(values(run.params), values(whole.params), rtol=1e-9, atol=1e-12)
-
-
 @every_paired
 @pytest.mark.parametrize("decay", [0.0, 0.1])
 def test_a_missing_gradient_is_a_zero_gradient(case, decay):
@@ -414,16 +399,6 @@ def test_step_hooks_fire_once_per_step_and_once_per_pair_of_halves(case, fired):
         step = halves if case.paired and i % 2 == 0 else case.step
         step(run.opt, run.closure(i))
     assert fired == ["before all", "before", "after", "after all"] * 6
-
-
-@every
-def test_a_hook_before_a_step_may_replace_its_arguments(case):
-    run, seen = Run(case), []
-    closure = run.closure(0)
-    run.opt.register_step_pre_hook(lambda opt, args, kwargs: ((opt, closure), {}))
-    run.opt.register_step_post_hook(lambda opt, args, kwargs: seen.append((args, kwargs)))
-    assert run.opt.step(None) is not None
-    assert seen == [((run.opt, closure), {})]
 
 
 @every
