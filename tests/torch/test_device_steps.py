@@ -11,8 +11,7 @@ from stormplus import SimplifiedStormPlus, Storm, StormPlus, Untuned
 from stormplus.integrations.untuned import Average
 from stormplus.torch import PairedOptimizer
 from stormplus.torch.kernels import native
-from stormplus_bench.simulated_device import SimulatedDevice, device_counts, value
-from stormplus_bench.train.networks import resnet34
+from stormplus_bench.simulated_device import SimulatedDevice, value
 from tests.torch.optimizers import assert_same, halves, noise, state_tensors
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
@@ -189,15 +188,6 @@ def test_state_keeps_its_addresses(name):
         step()
         after = state_tensors(run.opt)
         assert [k for k, t in after.items() if t.data_ptr() != before[k].data_ptr()] == []
-
-
-@pytest.mark.long  # 22 million weights
-@pytest.mark.parametrize(
-    "name", ["Untuned", "Untuned, bfloat16 state", "Untuned, bfloat16", "StormPlus"]
-)
-def test_the_launches_are_bounded_on_resnet34(name):
-    shapes, (make, dtype) = [p.shape for p in resnet34(1000).parameters()], CASES[name]
-    assert device_counts(make, shapes, dtype=dtype).launches <= most_launches(name)
 
 
 # -- gradients that are not finite ---------------------------------------------------------------
