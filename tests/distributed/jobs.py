@@ -1,8 +1,6 @@
 """What each rank of a test does. A job returns what the test compares."""
 
-import time
 import warnings
-from datetime import timedelta
 
 import pytest
 import torch
@@ -13,7 +11,6 @@ from torch.distributed.algorithms.model_averaging.averagers import PeriodicModel
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -23,7 +20,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from stormplus import StormPlus, UniformIterate, Untuned, same_sample
+from stormplus import StormPlus, UniformIterate, Untuned
 from stormplus.integrations.untuned import Average
 from tests.distributed.small_models import Loop, make_optimizer, place, result, share
 from tests.support.problems import EVEN, Tanh, batches, bounded_loss
@@ -98,9 +95,9 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def collectives_per_step(steps, mesh=None, **options):
+def collectives_per_step(steps, make, layout=None, **options):
     """Returns those of the optimizer, without those of the backward passes."""
-    model, seen = fsdp(mesh=mesh), []
+    model, seen = make(**(layout or {})), []
     loop = Loop(model, make_optimizer(model, **options))
     for batch in batches(steps):
         mine, collectives = share(batch, *place()), Collectives()
@@ -165,26 +162,6 @@ def unused_parameters(steps, size=None):
     return result(model, opt) | {"missing": missing}
 
 
-def normalized(steps, halves):
-    """BatchNorm and dropout; returns what BatchNorm has counted and the dropped units."""
-    rank, size = place()
-    model, masks = DDP(Tanh(norm=True, dropout=0.3)), []
-    torch.manual_seed(100 + rank)  # every rank drops other units
-    opt = StormPlus(model.parameters())
-    loop = Loop(model, opt)
-    model.module.dropout.register_forward_hook(
-        lambda _, inputs, out: masks.append((out == 0) & (inputs[0] != 0))
-    )
-    for batch in batches(steps, rows=16):
-        mine = share(batch, rank, size)
-        if halves:
-            with same_sample(opt, model):
-                loop.move_and_estimate(mine)
-        else:
-            opt.step(same_sample(opt, model)(lambda: loop.evaluate(mine)))
-    return loop.result(counted=int(model.module.norm.num_batches_tracked), masks=masks)
-
-
 # -- bad gradients -------------------------------------------------------------------------------
 
 
@@ -215,32 +192,6 @@ def one_bad_gradient(make, steps, bad_call, value=float("nan"), mesh=None, **opt
             pending.append(getattr(loop.opt, "pending", False))
             unmoved.append(all(torch.equal(a, b) for a, b in zip(before, after)))
     return loop.result(errors=errors, pending=pending, unmoved=unmoved)
-
-
-def one_bad_gradient_after_the_average(seconds):
-    """Rank 1 alone spoils its gradient when DDP has averaged it, in the third step's first half."""
-    rank, _ = place()
-    model = DDP(Tanh(), process_group=dist.new_group(timeout=timedelta(seconds=seconds)))
-    opt, error = StormPlus(model.parameters()), ""
-
-    def spoil():
-        if rank == 1 and loop.calls == 4:
-            next(model.parameters()).grad.fill_(float("nan"))
-
-    def values():
-        return [p.detach().clone() for p in model.parameters()]
-
-    loop, start = Loop(model, opt, spoil), time.monotonic()
-    for batch in batches(3):
-        before = values()
-        try:
-            loop.train([batch])
-        except (FloatingPointError, RuntimeError) as raised:
-            error = f"{type(raised).__name__}: {raised}"
-    moved = any(not torch.equal(a, b) for a, b in zip(before, values()))
-    waited = time.monotonic() - start
-    time.sleep(max(0.0, seconds + 2 - waited))  # until the others have given up
-    return {"error": error, "moved": moved, "waited": waited, "pending": opt.pending}
 
 
 # -- state ---------------------------------------------------------------------------------------
@@ -409,26 +360,3 @@ def partial_gradient(steps, ranks=None, **options):
 
         opt.step(closure)
     return (p.detach() if ranks else p.detach().to_local()).clone(), opt.diagnostics()
-
-
-def pipeline(steps):
-    """Each process has the layers of its stage, and an optimizer for those alone."""
-    rank, size = place()
-    mine = Tanh()
-    mine.layers = mine.layers[:2] if rank == 0 else mine.layers[2:]
-    data = batches(steps)
-    example = torch.zeros(4, mine.layers[0].in_features, dtype=torch.float64)  # half a batch
-    stage = PipelineStage(mine, rank, size, torch.device("cpu"), input_args=(example,))
-    schedule = ScheduleGPipe(stage, n_microbatches=2, loss_fn=bounded_loss)
-    opt = StormPlus(mine.parameters(), check_finite=False)
-    for u, y in data:
-
-        def closure():
-            opt.zero_grad()
-            if rank == 0:
-                schedule.step(u)
-            else:
-                schedule.step(target=y, losses=[])
-
-        opt.step(closure)
-    return result(mine, opt)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from stormplus import StormPlus, Untuned
+from stormplus import Untuned
 from tests.distributed import jobs
 from tests.support.problems import Tanh, batches, bounded_loss
 
@@ -63,27 +63,3 @@ def test_partial_gradients_are_summed(cluster, options):
     for run_x, run_numbers in runs:
         torch.testing.assert_close(run_x, x, rtol=1e-10, atol=1e-12)
         assert run_numbers == pytest.approx(numbers, rel=1e-10)
-
-
-@long
-def test_each_pipeline_stage_has_sums_of_its_own(cluster):
-    stages = cluster.run(2, jobs.pipeline, 30)
-    model = Tanh()
-    parts = [list(model.parameters())[:4], list(model.parameters())[4:]]
-    opts = [StormPlus(part) for part in parts]
-    for u, y in batches(30):
-
-        def backward(u=u, y=y):
-            model.zero_grad()
-            bounded_loss(model(u), y).backward()
-
-        if opts[0].started:
-            backward()
-            for opt in opts:
-                opt.move()
-        backward()
-        for opt in opts:
-            opt.estimate()
-    for stage, part in zip(stages, parts, strict=True):
-        for ours, theirs in zip(stage["x"], part, strict=True):
-            torch.testing.assert_close(ours, theirs.detach(), rtol=1e-10, atol=1e-12)

@@ -47,22 +47,16 @@ EVEN = (6, 8, 5, 1)  # torch's tensor parallelism wants a hidden dimension that 
 
 
 class Tanh(nn.Module):
-    """Tanh layers; optionally BatchNorm before the first tanh and dropout after it."""
-
-    def __init__(self, dtype=torch.float64, seed=0, widths=WIDTHS, *, norm=False, dropout=0.0):
+    def __init__(self, dtype=torch.float64, seed=0, widths=WIDTHS):
         super().__init__()
         layers = [nn.Linear(a, b, dtype=dtype) for a, b in pairwise(widths)]
         self.layers = nn.ModuleList(layers)
         generator = torch.Generator().manual_seed(seed)
         for p in self.parameters():
             p.data = torch.randn(p.shape, generator=generator, dtype=torch.float64).to(dtype) / 2
-        self.norm = nn.BatchNorm1d(widths[1], dtype=dtype) if norm else nn.Identity()
-        self.dropout = nn.Dropout(dropout)
 
     def forward(self, u):
-        first, *rest = self.layers
-        u = self.dropout(torch.tanh(self.norm(first(u))))
-        for layer in rest:
+        for layer in self.layers:
             u = torch.tanh(layer(u))
         return u
 
