@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from stormplus import StormPlus, pair_lock, same_sample, verify_closure
 from tests.torch.optimizers import assert_same, halves
@@ -256,35 +255,6 @@ def test_a_sample_can_be_entered_again_but_not_twice_at_once():
         pass
     with sample:
         pass
-
-
-FORWARD = {
-    "compiled": torch.compile,
-    "activation checkpointing": lambda model: partial(checkpoint, model, use_reentrant=False),
-    "reentrant checkpointing": lambda model: partial(checkpoint, model, use_reentrant=True),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=pytest.mark.long) if n == "compiled" else n for n in FORWARD]
-)
-def test_dropout_has_the_same_masks_in_both_evaluations(name):
-    torch.manual_seed(0)
-    model, gradients = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.5)), []
-    opt = StormPlus(model.parameters(), lr=0.0)  # all gradients are taken at one point
-    forward, x = FORWARD[name](model), X[0].clone().requires_grad_()
-
-    def closure():
-        opt.zero_grad()
-        forward(x).square().mean().backward()
-        gradients.append(model[0].weight.grad.clone())
-
-    for _ in range(3):
-        opt.step(closure)
-    a, b, b_again, c, c_again = gradients
-    assert_same([b, c], [b_again, c_again])
-    assert not torch.equal(a, b)
-    assert not torch.equal(b, c)
 
 
 # -- threads -------------------------------------------------------------------------------------
