@@ -55,17 +55,6 @@ def test_equals_the_literal_algorithm_on_the_loss_divided_by_the_unit(method, un
     assert result.unit == pytest.approx(g_0)
 
 
-def test_with_unit_first_lr_is_the_length_of_the_first_move():
-    path = []
-    options = {"unit": "first", "lr": 0.3, "callback": lambda r: path.append(r.x)}
-    result = minimize(lambda x, xi: 100 * np.sin(x), np.ones(4), None, 2, **options)
-    # |g_1| counts as 1, so a_2 = 2^(-2/3) and eta_1 = (1 / a_2)^(-1/3) = 2^(-2/9).
-    assert np.linalg.norm(path[1] - path[0]) == pytest.approx(0.3 * 2 ** (-2 / 9))
-    assert result.history["sum_g_sq"][0] == pytest.approx(1)
-    still = minimize(lambda x, xi: 0 * x, np.ones(2), None, 3, unit="first")
-    assert (still.unit, still.x.tolist()) == (1.0, [1, 1])
-
-
 @pytest.mark.parametrize("scale", [1e-20, 1e20])
 def test_the_unit_is_the_first_gradient_that_is_not_zero(scale):
     def run(scale):
@@ -77,6 +66,7 @@ def test_the_unit_is_the_first_gradient_that_is_not_zero(scale):
     assert scaled.unit == pytest.approx(6 * scale)
     norms = scaled.history["grad_norm"], scale * base.history["grad_norm"]
     np.testing.assert_allclose(*norms, rtol=1e-9)  # norms stay raw
+    assert run(0.0).unit == 1
 
 
 def test_a_rule_object_is_a_method_and_history_a_dict_of_arrays():
