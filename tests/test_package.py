@@ -24,9 +24,10 @@ def run(code):
     [
         ("import stormplus; stormplus.minimize(lambda x, xi: x, [1.0], None, 2)", FRAMEWORKS),
         (f"import {', '.join(MODULES)}", FRAMEWORKS),
+        ("import stormplus.torch", ("torch._dynamo", "torch._inductor", "triton", "jax")),
         ("import stormplus.jax", ("torch", "scipy.optimize", "stormplus.reference")),
     ],
-    ids=["reference", "theory", "jax"],
+    ids=["reference", "theory", "torch", "jax"],
 )
 def test_importing_imports_no_other_framework(use, unwanted):
     if use == "import stormplus.jax":
