@@ -13,6 +13,8 @@ from stormplus.theory.problems import BoundedNonConvex
 
 torch = pytest.importorskip("torch")
 
+from tests.torch.optimizers import on  # noqa: E402
+
 from stormplus import StormPlus, Untuned  # noqa: E402
 
 PROBLEM = BoundedNonConvex(5, 1.0)
@@ -146,13 +148,7 @@ def test_a_table_has_all_digits_in_csv_and_blanks_where_there_is_no_pair():
 
 
 def take(opt, loss):
-    def closure():
-        opt.zero_grad()
-        value = loss()
-        value.backward()
-        return value
-
-    opt.step(closure)
+    opt.step(on(opt, loss))
 
 
 def torch_run(steps, *observers, **options):
