@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 import stormplus
-from stormplus import versions
 
 ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "jax", "optax", "sklearn", "matplotlib", "benchopt", "rich", "click")
@@ -80,11 +79,3 @@ def imports(path):
 def test_imports_go_one_way(folder, forbidden):
     for path in (ROOT / folder).rglob("*.py"):
         assert not [module for module in imports(path) if module.startswith(forbidden)], path
-
-
-@pytest.mark.parametrize(
-    ("text", "numbers"), [("2.13.0+cpu", (2, 13)), ("0.4.35", (0, 4)), ("2.16.0.dev1", (2, 16))]
-)
-def test_the_release_of_a_version(text, numbers, monkeypatch):
-    monkeypatch.setattr(versions, "version", lambda name: text)
-    assert versions.release.__wrapped__("torch") == numbers
