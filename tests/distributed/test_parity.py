@@ -72,6 +72,9 @@ FSDP = [
     UNTUNED | {"weight_decay": 0.1},
     BF16,
 ]
+HYBRID = [
+    options | {"layout": {"mesh": mesh}} for options in ({}, FIRST) for mesh in ((2, 2), (4, 1))
+]
 
 
 @pytest.mark.parametrize(
@@ -80,23 +83,16 @@ FSDP = [
         pytest.param(size, options, marks=() if size == 2 and options in FSDP[:2] else long)
         for size in (2, 4)
         for options in FSDP
-    ],
+    ]
+    + [pytest.param(4, options, marks=long) for options in HYBRID],
     ids=str,
 )
 def test_fsdp2(cluster, size, options):
     runs = cluster.run(size, jobs.parity, jobs.fsdp, STEPS, **options)
     check(runs, options)
-    # The last layer has one row: all but one rank hold none of it, and no rank hangs.
-    assert [run["shards"][-1] for run in runs] == [1] + [0] * (size - 1)
-
-
-@long
-@pytest.mark.parametrize("options", [{}, FIRST], ids=str)
-@pytest.mark.parametrize(("mesh", "last"), [((2, 2), [1, 0, 1, 0]), ((4, 1), [1] * 4)], ids=str)
-def test_hybrid_sharding(cluster, mesh, last, options):
-    runs = cluster.run(4, jobs.parity, jobs.fsdp, STEPS, layout={"mesh": mesh}, **options)
-    check(runs, options)
-    assert [run["shards"][-1] for run in runs] == last
+    # The last layer has one row: all but one shard hold none of it, and no rank hangs.
+    replicas, shards = options.get("layout", {"mesh": (1, size)})["mesh"]
+    assert [run["shards"][-1] for run in runs] == ([1] + [0] * (shards - 1)) * replicas
 
 
 @long
