@@ -129,39 +129,6 @@ def tensor_parallel(steps, mesh, **options):
     return loop.result(placements=str(next(model.parameters()).placements))
 
 
-class TwoBranches(nn.Module):
-    """Which branch a sample takes is part of the sample."""
-
-    def __init__(self):
-        super().__init__()
-        self.trunk, self.branches = Tanh(), nn.ModuleList([Tanh(seed=2), Tanh(seed=3)])
-
-    def forward(self, u, branch):
-        return self.trunk(u) + self.branches[branch](u)
-
-
-def unused_parameters(steps, size=None):
-    """With `size`, one process that takes the shares of so many ranks."""
-    model = TwoBranches() if size else DDP(TwoBranches(), find_unused_parameters=True)
-    ranks, size = (range(size), size) if size else ([place()[0]], place()[1])
-    opt, missing = StormPlus(model.parameters()), 0
-    for step, batch in enumerate(batches(steps)):
-
-        def closure():
-            nonlocal missing
-            opt.zero_grad()
-            losses = []
-            for rank in ranks:
-                branch = (0, 1, rank % 2)[step % 3]  # all take 0, all take 1, the ranks differ
-                u, y = share(batch, rank, size)
-                losses.append(bounded_loss(model(u, branch), y))
-            torch.stack(losses).mean().backward()
-            missing += sum(p.grad is None for p in model.parameters())
-
-        opt.step(closure)
-    return result(model, opt) | {"missing": missing}
-
-
 # -- bad gradients -------------------------------------------------------------------------------
 
 

@@ -47,6 +47,7 @@ def check(runs, options, **more):
         pytest.param(2, {"halves": True}, marks=long),
         pytest.param(4, {"layout": {"static_graph": True}}, marks=long),
         pytest.param(2, {"layout": {"gradient_as_bucket_view": True}}, marks=long),
+        pytest.param(2, {"layout": {"find_unused_parameters": True}}, marks=long),
         pytest.param(2, {"layout": {"static_graph": True}, "halves": True}, marks=long),
         pytest.param(2, UNTUNED, marks=long),
     ],
@@ -135,18 +136,6 @@ def test_one_small_all_reduce_per_half_and_process_group(
     options = {"check_finite": check_finite, "layout": mesh and {"mesh": mesh}}
     for seen in cluster.run(4, jobs.collectives_per_step, 4, make, **options):
         assert seen == [second, *[first + second] * 3]
-
-
-@long
-@pytest.mark.parametrize("size", [2, 4])
-def test_unused_parameters(cluster, size):
-    runs = cluster.run(size, jobs.unused_parameters, 30)
-    expected = jobs.unused_parameters(30, size)
-    assert_same_bits(runs)
-    assert_equal_runs(runs[0], expected, 1e-10)
-    # A branch that no rank took has no gradient, on any rank, as in one process.
-    assert [run["missing"] for run in runs] == [expected["missing"]] * size
-    assert expected["missing"] > 0
 
 
 # Calls of pairs are 1, 2-3, 4-5, ...: call 4 opens the third step, call 5 closes it. A lost first
