@@ -43,14 +43,6 @@ def test_bad_arguments(case, name):
         case(**{"params": P} | options)
 
 
-@every
-def test_a_parameter_that_fsdp1_has_flattened_is_refused(case):
-    flat = nn.Parameter(torch.ones(2))
-    flat._fsdp_flattened = True
-    with pytest.raises(RuntimeError, match="fully_shard"):
-        case([flat])
-
-
 def negative_lr(opt, p):
     opt.param_groups[1]["lr"] = -0.1
 
