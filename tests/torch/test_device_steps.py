@@ -78,23 +78,25 @@ def most_launches(name):
 class Run:
     """Parameters on a device or on the CPU, and gradients that are given to them."""
 
-    def __init__(self, make, put, start):
-        self.params, self.put = [nn.Parameter(put(x)) for x in start], put
+    def __init__(self, make, puts, start):
+        self.puts = puts if isinstance(puts, list) else [puts] * len(start)
+        self.params = [nn.Parameter(put(x)) for put, x in zip(self.puts, start)]
         self.opt = make(self.params)
 
     def give(self, gradients, scale=1.0):
-        for p, g in zip(self.params, gradients):
-            p.grad = None if g is None else self.put(scale * g)
+        for p, put, g in zip(self.params, self.puts, gradients):
+            p.grad = None if g is None else put(scale * g)
 
-    def step(self, first, second=None):
-        """Take a step, with one gradient or with both of a pair."""
-        self.give(first)
-        if second is None:
+    def take(self, rows):
+        """Take a step with the next gradients: a pair takes two, unless it is the first."""
+        if isinstance(self.opt, PairedOptimizer):
+            halves(self.opt, lambda: self.give(next(rows)))
+        else:
+            self.give(next(rows))
             self.opt.step()
-            return
-        self.opt.move()
-        self.give(second)
-        self.opt.estimate()
+
+    def step(self, *gradients):
+        self.take(iter(gradients))
 
     def values(self):
         return [value(p.detach()).clone() for p in self.params]
@@ -112,20 +114,12 @@ def training(name, tensors, put):
     draw = torch.Generator().manual_seed(0)
     run = Run(make, put, [(0.1 * torch.randn(s, generator=draw)).to(dtype) for s in shapes])
 
-    def evaluate():
-        gradients = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
-        if "one without gradient" in name:
-            gradients[3] = None
-        run.give(gradients)
+    def gradients():
+        while True:
+            row = [torch.randn(shape, generator=draw).to(dtype) for shape in shapes]
+            yield [*row[:3], None, *row[4:]] if "one without gradient" in name else row
 
-    def step():
-        if isinstance(run.opt, PairedOptimizer):
-            halves(run.opt, evaluate)
-        else:
-            evaluate()
-            run.opt.step()
-
-    return run, step
+    return run, partial(run.take, gradients())
 
 
 def device_for(name):
@@ -207,8 +201,7 @@ def small(make, put):
 def begun(put):
     """Return a run of StormPlus after its first sample and one pair."""
     run = small(StormPlus, put)
-    run.give(GOOD[0])
-    run.opt.estimate()
+    run.step(GOOD[0])
     run.step(*GOOD[1:3])
     return run
 
@@ -264,8 +257,7 @@ def test_a_second_gradient_that_is_not_finite_raises_late_and_restarts(device, b
     expected.give(GOOD[3])
     expected.opt.move()
     expected.opt.restart()
-    expected.give(GOOD[5])
-    expected.opt.estimate()
+    expected.step(GOOD[5])
     for each in (run, expected):
         each.step(*GOOD[5:7])
     torch.testing.assert_close(run.values(), expected.values())
@@ -274,8 +266,7 @@ def test_a_second_gradient_that_is_not_finite_raises_late_and_restarts(device, b
 def test_a_first_sample_that_is_not_finite_moves_nothing(device):
     run = small(StormPlus, device.put)
     before = run.values()
-    run.give(BAD["nan"])
-    run.opt.estimate()
+    run.step(BAD["nan"])
     with pytest.raises(FloatingPointError):
         run.step(*GOOD[:2])
     run.step(*GOOD[:2])
@@ -285,8 +276,8 @@ def test_a_first_sample_that_is_not_finite_moves_nothing(device):
 def scaled_step(run, gradient, found_inf):
     """Take a step as torch.amp.GradScaler does."""
     run.give(gradient, scale=1024.0)
-    run.opt.grad_scale = run.put(torch.tensor(1024.0))
-    run.opt.found_inf = run.put(torch.tensor(found_inf))
+    run.opt.grad_scale = run.puts[0](torch.tensor(1024.0))
+    run.opt.found_inf = run.puts[0](torch.tensor(found_inf))
     run.opt.step()
     del run.opt.grad_scale, run.opt.found_inf
 
@@ -332,24 +323,13 @@ def test_errors_after_a_reset_are_raised_as_before(device):
 @pytest.mark.parametrize("make", [Untuned, StormPlus])
 @pytest.mark.parametrize("on_cpu", [0, 1])
 def test_some_parameters_may_stay_on_the_cpu(device, make, on_cpu):
-    def run(*places):
-        start = torch.tensor([0.1, 0.2, 0.3]), torch.ones(1)
-        params = [nn.Parameter(put(x)) for put, x in zip(places, start)]
-        opt = make(params)
-        for gradient in GOOD[:4]:
-            for p, put, g in zip(params, places, gradient):
-                p.grad = put(g)
-            if make is Untuned:
-                opt.step()
-                continue
-            if opt.started:
-                opt.move()
-            opt.estimate()
-        return [value(p.detach()) for p in params]
-
     mixed = [device.put, device.put]
     mixed[on_cpu] = torch.clone
-    torch.testing.assert_close(run(*mixed), run(torch.clone, torch.clone))
+    runs = small(make, mixed), small(make, torch.clone)
+    for i in range(4):
+        for run in runs:
+            run.step(*GOOD[i : i + 2])
+    torch.testing.assert_close(runs[0].values(), runs[1].values())
 
 
 @pytest.mark.parametrize("make", [Untuned, StormPlus])
