@@ -1,4 +1,4 @@
-"""bf16 autocast, and fp16 with a loss scale that overflows in either evaluation."""
+"""Autocast, and a loss scale that overflows in either evaluation."""
 
 import pytest
 import torch
@@ -56,18 +56,9 @@ class Run:
         return self
 
 
-def assert_same(run, expected, tolerance=0.0):
+def assert_same(run, expected):
     found, expected = run.model.state_dict(), expected.model.state_dict()  # statistics too
-    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
-
-
-# 11 moves with gradients good to 2^-8 (bf16) or 2^-11 (fp16)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.bfloat16, 0.1), (torch.float16, 0.02)])
-def test_autocast_follows_full_precision(dtype, tolerance):
-    run = Run(autocast=dtype).scaled()
-    assert_same(run, Run().plain(), tolerance)
-    assert len(run.calls) == 2 * N - 1
-    assert run.opt.state[run.model[0].weight]["estimator"].dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("take", [StormPlus.step, halves])
