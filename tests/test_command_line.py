@@ -1,12 +1,10 @@
 """The command `stormplus`."""
 
-import subprocess
-import sys
-
 import pytest
 from click.testing import CliRunner
 
 from stormplus_bench import cli
+from tests.support.pages import run_python
 
 
 def test_the_list_of_commands_imports_no_framework():
@@ -15,7 +13,7 @@ def test_the_list_of_commands_imports_no_framework():
         "try:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
         "print([m for m in ('torch', 'pandas', 'matplotlib', 'rich') if m in sys.modules])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = run_python("-c", code)
     assert all(name in done.stdout for name in cli.COMMANDS)
     assert done.stdout.endswith("[]\n")
 

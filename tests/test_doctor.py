@@ -1,8 +1,6 @@
 """`python -m stormplus.doctor`: what is installed, and the check of a device."""
 
 import re
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +11,7 @@ from stormplus import Untuned, device_check, doctor
 from stormplus.device_check import Counts, Parity, check_device
 from stormplus.torch.kernels import native
 from stormplus_bench.simulated_device import SimulatedDevice
+from tests.support.pages import run_python
 
 SMALL = [(16, 8), (16,), (4, 16), (4,)]
 
@@ -30,7 +29,7 @@ def test_what_is_installed_and_how_to_install_the_rest(monkeypatch, capsys):
 def test_the_module_needs_numpy_alone():
     hidden = dict.fromkeys(["click", "torch", "jax", "optax", "scipy", "matplotlib", "rich"])
     code = f"import sys\nsys.modules.update({hidden})\nfrom stormplus.doctor import main\nmain([])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    done = run_python("-c", code)
     assert done.returncode == 0, done.stderr
     assert re.search("native passes +need torch", done.stdout)
 

@@ -1,13 +1,11 @@
 """The Python blocks of README and docs run, their links hold, and the lists are complete."""
 
 import re
-import subprocess
-import sys
 from importlib.util import find_spec
 
 import pytest
 
-from tests.support.pages import ROOT, blocks_of, run_page
+from tests.support.pages import ROOT, blocks_of, run_page, run_python
 
 DOCS = ROOT / "docs"
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
@@ -52,8 +50,7 @@ def test_code_blocks_of_integrations_run(page, tmp_path):
     blocks = blocks_of(page)
     skip_if_missing(blocks)
     (tmp_path / "page.py").write_text("\n".join(blocks))
-    command = [sys.executable, "page.py"]
-    done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
+    done = run_python("page.py", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
 

@@ -1,21 +1,14 @@
 """What importing costs, which code may import which, and what a missing extra says."""
 
 import ast
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 import stormplus
+from tests.support.pages import ROOT, run_python
 
-ROOT = Path(__file__).parents[1]
 FRAMEWORKS = ("torch", "jax", "optax", "sklearn", "matplotlib", "benchopt", "rich", "click")
 MODULES = ("stormplus.theory", "stormplus.theory.problems", "stormplus.theory.rivals")
-
-
-def run(code):
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
 @pytest.mark.parametrize(
@@ -31,7 +24,9 @@ def run(code):
 def test_importing_imports_no_other_framework(use, unwanted):
     if use == "import stormplus.jax":
         pytest.importorskip("optax")
-    out = run(f"{use}; import sys; print([name for name in {unwanted} if name in sys.modules])")
+    out = run_python(
+        "-c", f"{use}; import sys; print([name for name in {unwanted} if name in sys.modules])"
+    )
     assert out.stdout.strip() == "[]", out.stderr
 
 
@@ -47,7 +42,7 @@ def test_importing_imports_no_other_framework(use, unwanted):
     ],
 )
 def test_a_missing_extra_says_what_to_install(missing, use, extra):
-    done = run(f"import sys\nsys.modules[{missing!r}] = None\n{use}")
+    done = run_python("-c", f"import sys\nsys.modules[{missing!r}] = None\n{use}")
     assert done.returncode != 0
     assert f"pip install 'stormplus[{extra}]'" in done.stderr
 

@@ -5,15 +5,14 @@ import os
 import re
 import runpy
 import shutil
-import subprocess
-import sys
 import tarfile
 import zipfile
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+from tests.support.pages import ROOT, run_python
+
 LEFT_OUT = shutil.ignore_patterns(
     ".git", ".venv", ".versions", "out", "site", "dist", "build", ".*_cache", ".hypothesis",
     "*.egg-info",
@@ -54,16 +53,9 @@ def clone(tmp_path_factory):
     return folder
 
 
-def run(*command, **options):
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        check=False, capture_output=True, text=True, timeout=600, **options,
-    )  # fmt: skip
-
-
 def build(folder, kind, target, **options):
     pytest.importorskip("hatchling")
-    done = run("-m", "hatchling", "build", "-t", kind, "-d", target, cwd=folder, **options)
+    done = run_python("-m", "hatchling", "build", "-t", kind, "-d", target, cwd=folder, **options)
     assert done.returncode == 0, done.stderr
     (path,) = target.iterdir()
     return path
@@ -112,7 +104,7 @@ def test_the_wheels_work_when_unpacked(wheels, tmp_path):
         zipfile.ZipFile(wheel).extractall(tmp_path)
 
     def check(code):
-        done = run("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
+        done = run_python("-c", code, cwd=tmp_path, env={"PYTHONPATH": str(tmp_path)})
         assert done.returncode == 0, done.stderr
         return done.stdout
 
@@ -148,7 +140,7 @@ def test_a_build_without_native_kernels_succeeds(clone, tmp_path, broken_compile
 def test_a_build_that_requires_native_kernels_fails_without_a_compiler(clone, broken_compiler):
     pytest.importorskip("hatchling")
     environment = {"PATH": broken_compiler, "STORMPLUS_NATIVE": "1"}
-    done = run("-m", "hatchling", "build", "-t", "wheel", cwd=clone, env=environment)
+    done = run_python("-m", "hatchling", "build", "-t", "wheel", cwd=clone, env=environment)
     assert done.returncode != 0
     assert "no headers" in done.stderr + done.stdout
 

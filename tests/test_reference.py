@@ -1,14 +1,12 @@
 """`minimize`: against a literal Algorithm 1, against torch, and with bad input."""
 
-import subprocess
-import sys
-
 import numpy as np
 import pytest
 
 from stormplus import minimize
 from stormplus.rules import StormPlusRule, StormRule
 from tests.support.oracle import Group, algorithm_1
+from tests.support.pages import run_python
 
 METHODS = (
     "storm+", "simplified-storm+", "storm", "meta-storm-sg", "meta-storm-na", "normalized-storm",
@@ -99,7 +97,7 @@ def test_without_scipy_the_result_has_the_same_fields():
         "r = copy.deepcopy(minimize(lambda x, _: x, [1.0, 2.0], None, 3))\n"
         "print(r.nit, r['ngev'], r.success, hasattr(r, 'fun'))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = run_python("-c", code)
     assert run.stdout.split() == ["3", "5", "True", "False"], run.stderr
 
 

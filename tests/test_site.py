@@ -2,27 +2,22 @@
 
 import importlib
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+
+from tests.support.pages import ROOT, run_python
 
 pytest.importorskip("mkdocs")
 pytest.importorskip("mkdocstrings")
 
 pytestmark = pytest.mark.long
-ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory):
     """The text of each page."""
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder)],
-        cwd=ROOT, check=False, capture_output=True, text=True, timeout=600,
-    )  # fmt: skip
+    done = run_python("-m", "mkdocs", "build", "--strict", "--site-dir", folder, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return {
         path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.html")

@@ -1,4 +1,4 @@
-"""Pages and examples, run as a reader would."""
+"""Pages and examples, run as a reader would, and Python in a process of its own."""
 
 import os
 import re
@@ -21,13 +21,18 @@ def run_page(page, together=True):
         exec(compile(block, page.name, "exec"), namespace)
 
 
+def run_python(*arguments, **options):
+    """Run Python in a new process; return the process when it has ended."""
+    return subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        check=False, capture_output=True, text=True, timeout=900, **options,
+    )  # fmt: skip
+
+
 def run_example(name, *args, data=None):
     """What an example prints; `data` is the folder of STORMPLUS_DATA, if any."""
     environment = {k: v for k, v in os.environ.items() if k != "STORMPLUS_DATA"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples" / name), *map(str, args)],
-        check=False, capture_output=True, text=True, timeout=900,
-        env=environment | ({} if data is None else {"STORMPLUS_DATA": str(data)}),
-    )  # fmt: skip
+    environment |= {} if data is None else {"STORMPLUS_DATA": str(data)}
+    done = run_python(ROOT / "examples" / name, *args, env=environment)
     assert done.returncode == 0, done.stderr
     return done.stdout

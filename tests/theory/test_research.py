@@ -1,11 +1,10 @@
 """The research scripts of the theory pages: their arithmetic, and that they run."""
 
-import subprocess
-import sys
 from functools import partial
 
 import numpy as np
 import pytest
+from tests.support.pages import run_python
 
 from stormplus import minimize
 from stormplus.rules import StormPlusRule
@@ -55,8 +54,7 @@ def test_slope_and_its_interval(script):
 @pytest.mark.long
 def test_the_quick_plan_runs_and_shows_the_rates(script, request):
     path = request.config.rootpath / "research" / "rates.py"
-    command = [sys.executable, str(path), "--quick", "storm+", "sgd", "adagrad-norm"]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = run_python(path, "--quick", "storm+", "sgd", "adagrad-norm")
     assert run.returncode == 0, run.stderr
     assert "| STORM+ | -0.3" in run.stdout
     assert "| STORM+ / AdaGrad-norm | 2.00 |" in run.stdout

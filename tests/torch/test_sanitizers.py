@@ -3,16 +3,15 @@
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from stormplus.torch.kernels import native
+from tests.support.pages import ROOT, run_python
 
 pytestmark = pytest.mark.long
 
-ROOT = Path(__file__).parents[2]
 SOURCE = Path(native.__file__).with_name("native.c")
 TESTS = [ROOT / "tests/torch" / name for name in ("test_native.py", "test_kernels.py")]
 FLAGS = ["-g", "-O1", "-std=c11", "-shared", "-fPIC", "-ffp-contract=off", "-fopenmp"]
@@ -42,15 +41,8 @@ def test_the_sanitizers_find_nothing(tmp_path):
         pytest.skip("gcc has no sanitizers here")
     library = tmp_path / "sanitized.so"
     subprocess.run([compiler, *FLAGS, *SANITIZERS, "-o", library, SOURCE], check=True)
-    done = subprocess.run(
-        [sys.executable, "-c", CODE, library, *TESTS, "-k", "native"],
-        cwd=ROOT,
-        # Python's own memory at exit is none of ours.
-        env=os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"},
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-    )
+    # Python's own memory at exit is none of ours.
+    environment = os.environ | {"LD_PRELOAD": " ".join(found), "ASAN_OPTIONS": "detect_leaks=0"}
+    done = run_python("-c", CODE, library, *TESTS, "-k", "native", cwd=ROOT, env=environment)
     assert done.returncode == 0, done.stdout + done.stderr
     assert " passed" in done.stdout

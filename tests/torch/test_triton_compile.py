@@ -7,9 +7,7 @@ import importlib.util
 import json
 import os
 import re
-import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +15,7 @@ import torch
 from stormplus.torch.kernels import triton
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from tests.support.kernel_cases import BF16, F16, F32, Kind, group_of
+from tests.support.pages import ROOT, run_python
 
 pytestmark = [
     pytest.mark.long,
@@ -103,10 +102,7 @@ def test_kernels_compile(name, tmp_path):
     environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
     environment["TRITON_HIP_LLD_PATH"] = str(linker)
     environment.pop("TRITON_INTERPRET", None)
-    command, root = [sys.executable, "-m", __spec__.name, name], Path(__file__).parents[2]
-    run = subprocess.run(
-        command, cwd=root, env=environment, capture_output=True, text=True, check=False
-    )
+    run = run_python("-m", __spec__.name, name, cwd=ROOT, env=environment)
     assert run.returncode == 0, run.stderr
     seen = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(seen) == 11 * len(DTYPES)
