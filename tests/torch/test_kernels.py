@@ -139,10 +139,11 @@ def test_a_pass_that_is_skipped_changes_nothing(backend, case):
 def test_any_nonfinite(backend, dtype, value, expected):
     if backend is triton and dtype == F64:
         return
-    grads = Kind(dtype).draw(0, dtype)
-    grads[-1].view(-1)[-1] = torch.finfo(dtype).max if value == "largest" else value
-    lists = dict.fromkeys(("params", "grads", "estimators"), grads)
-    assert bool(backend.any_nonfinite(group_of(backend, lists))) == expected
+    for place in (0, 32767, 32768, -1):  # around the end of a chunk of native
+        grads = Kind(dtype).draw(0, dtype)
+        grads[-1].view(-1)[place] = torch.finfo(dtype).max if value == "largest" else value
+        lists = dict.fromkeys(("params", "grads", "estimators"), grads)
+        assert bool(backend.any_nonfinite(group_of(backend, lists))) == expected
 
 
 # -- inside an optimizer --------------------------------------------------------------------------

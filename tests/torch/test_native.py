@@ -1,6 +1,5 @@
 """The native backend beyond test_kernels.py: its arithmetic, its threads, and when it is used."""
 
-import math
 import shutil
 from itertools import product
 from types import SimpleNamespace
@@ -42,15 +41,6 @@ def test_every_half_precision_number_is_read_and_written_as_torch_does(dtype, fa
     native.move(group, -factor)
     expected = (every.float() + finite * factor).to(dtype)
     assert torch.equal(group.params[0].nan_to_num(7.0), expected.nan_to_num(7.0))
-
-
-@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
-@pytest.mark.parametrize("place", [0, 32767, 32768, 50_000, 70_000, 90_299])
-@each_dtype
-def test_one_number_that_is_not_finite_is_found_among_many(dtype, place, value):
-    lists = Kind(dtype, shapes=SHAPES).pair()
-    lists["grads"][0].view(-1)[place] = value
-    assert native.any_nonfinite(group_of(native, lists))
 
 
 @pytest.mark.parametrize("count", [2, 5])
