@@ -32,6 +32,7 @@ PROBLEMS = {
     "logistic": problems.breast_cancer(batch_size=3),
     "outliers": problems.outlier_regression(50, 4)[0],
     "phase": problems.measured_image(problems.digit_image())[0],
+    "digits nmf": problems.digits_nmf(rank=2, images=3),
     "nmf": planted_nmf((6, 9), 2, batch_size=5)[0],
     "completion": planted_completion((5, 7), 2)[0],
 }
@@ -153,16 +154,6 @@ def test_robust_regression_recovers_coefficients_that_least_squares_misses():
     problem, truth = problems.outlier_regression()
     least_squares = np.linalg.lstsq(*problem.data.values(), rcond=None)[0]
     assert relative(solve(problem, 5000, 1.0), truth) < 0.02 < 0.3 < relative(least_squares, truth)
-
-
-def test_data_and_helpers_are_what_they_say():
-    assert problems.breast_cancer().data["features"].shape == (569, 31)
-    assert problems.digit_image(3).shape == (8, 8)
-    assert problems.digits_nmf(rank=5, images=100).dim == 5 * (64 + 100)
-    assert problems.sample_image("flower").shape == (106, 160)
-    assert 0 <= problems.sample_image().min() < problems.sample_image().max() <= 1
-    completion, mask = problems.masked_matrix(np.ones((4, 4)), 1, seen=0.7)
-    assert completion.n_samples == mask.sum()
 
 
 @pytest.mark.parametrize(
