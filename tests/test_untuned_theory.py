@@ -8,11 +8,6 @@ import pytest
 from tests.support.untuned_oracle import untuned_run
 
 
-def run_and_step_sizes(grad, x1, steps):
-    rows = untuned_run(lambda k, blocks: [grad(k, blocks[0])], [x1], steps)
-    return rows, np.array([row["eta"][0] for row in rows])
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_the_bound_for_convex_problems(seed):
     """The largest residual of linear equations: convex, not smooth, its subgradients exact."""
@@ -23,18 +18,19 @@ def test_the_bound_for_convex_problems(seed):
     def value(x):
         return np.abs(a @ (x - solution)).max()
 
-    def grad(_, y):
+    def grad(y):
         residuals = a @ (y - solution)
         worst = np.abs(residuals).argmax()
         return np.sign(residuals[worst]) * a[worst]
 
     gradients = []
 
-    def recorded(k, y):
-        gradients.append(grad(k, y))
+    def recorded(y):
+        gradients.append(grad(y))
         return gradients[-1]
 
-    rows, alpha = run_and_step_sizes(recorded, x1, steps)
+    rows = untuned_run(lambda k, blocks: [recorded(blocks[0])], [x1], steps)
+    alpha = np.array([row["eta"][0] for row in rows])
     s = np.array([row["s"][0] for row in rows])
     z = np.array([x1, *(row["z"][0] for row in rows)])
     np.testing.assert_allclose(np.diff(z, axis=0), -alpha[:, None] * gradients / s, rtol=1e-6)
@@ -71,7 +67,7 @@ def test_symmetric_noise_of_any_law_stays_near_the_start(law):
         rng = np.random.default_rng(seed)
         x1 = rng.standard_normal(50)
         noise = [LAWS[law](rng) for _ in range(500)]
-        rows, _ = run_and_step_sizes(lambda k, _, noise=noise: noise[k], x1, len(noise))
+        rows = untuned_run(lambda k, _, noise=noise: [noise[k]], [x1], len(noise))
         z = np.array([x1, *(row["z"][0] for row in rows)])
         unit = np.mean(x1**2) / 200**2
         v = np.cumsum(np.mean(np.diff(z, axis=0) ** 2, 1))
