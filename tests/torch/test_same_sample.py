@@ -112,6 +112,7 @@ def test_a_first_evaluation_that_fails_is_not_seen_by_the_statistics(way, at, er
     with pytest.raises(error):
         take(model, opt, fail, way)
     assert_same(dict(model.named_buffers()), before)
+    assert opt.started == (at > 0)  # only this sample is lost
     take(model, opt, lambda: backward(model, opt, X[at]), way)
     assert model[1].num_batches_tracked == at + 1
     opt.step(lambda: backward(model, opt, X[at + 1]))  # and nothing is left behind
