@@ -92,7 +92,7 @@ paper: $(READY)  ## the paper's experiment on 10,000 images, 18 CPU hours (needs
 bench-step: $(READY)  ## time optimizer steps against torch.optim
 	$(BIN)/stormplus bench-step
 
-bench-jax: $(READY)  ## time compilation and steps against optax.adam
+bench-jax: $(READY)  ## time compilation and update of untuned in JAX against optax.adam
 	$(BIN)/python benchmark/scripts/bench_jax.py
 
 rates: $(READY)  ## measure the paper's rates: a figure, a table, the rows (5 minutes)
