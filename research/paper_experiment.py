@@ -43,7 +43,7 @@ from torch.optim import SGD, Adagrad, Adam, Optimizer
 from stormplus import SimplifiedStormPlus, StormPlus, Untuned, recalibrate, same_sample
 from stormplus.torch import PairedOptimizer
 from stormplus_bench.data import cifar10
-from stormplus_bench.train.catalogue import balanced, standard
+from stormplus_bench.train.catalogue import standard
 from stormplus_bench.train.networks import resnet34
 
 BATCH = 100
@@ -156,6 +156,14 @@ METHODS = {
 }
 
 
+def balanced(labels: Tensor, count: int) -> Tensor:
+    """Return the indices of the first images of each of the ten classes, equally many, in order."""
+    if count % 10:
+        raise ValueError(f"images must be a multiple of 10 classes, got {count}")
+    places = [torch.nonzero(labels == k)[: count // 10, 0] for k in range(10)]
+    return torch.cat(places).sort().values
+
+
 class Experiment:
     """The images, the rows so far, and the order of the runs."""
 
@@ -168,7 +176,7 @@ class Experiment:
     def load(self) -> None:
         found = cifar10(self.args.data)
         labels = torch.from_numpy(found.train_y)
-        chosen = balanced(labels, self.args.images)  # the first ones of each class
+        chosen = balanced(labels, self.args.images)
         self.train = torch.from_numpy(found.train_x)[chosen], labels[chosen]
         self.test = torch.from_numpy(found.test_x), torch.from_numpy(found.test_y)
 

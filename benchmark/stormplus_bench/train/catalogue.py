@@ -147,15 +147,6 @@ def on_cifar10(
     return Network(name, make, **classifier(standard), data=train, budget=budget, valid=valid)
 
 
-def balanced(targets: Tensor, count: int) -> Tensor:
-    """Return the indices of the first examples of each class, equally many, in order."""
-    classes = int(targets.max()) + 1
-    if count % classes:
-        raise ValueError(f"images must be a multiple of {classes} classes, got {count}")
-    places = [torch.nonzero(targets == k)[: count // classes, 0] for k in range(classes)]
-    return torch.cat(places).sort().values
-
-
 def shakespeare() -> Network:
     return Characters(data.load("shakespeare"))
 
