@@ -93,20 +93,26 @@ SMOOTH: dict[str, Callable[[], Workload]] = {
 }
 
 
-def digits(model: str) -> Network:
-    """Embedded: 1797 images of 8 x 8."""
+def digit_images(count: int, noise: Any = 0.0) -> tuple[Split, Split]:
+    """Return scikit-learn's 1797 images of 8 x 8, plus `noise`, and labels: `count` to train."""
     bunch = load_digits()
-    images = torch.tensor(bunch.images[:, None] / 16, dtype=torch.float32)
+    images = torch.tensor((bunch.images / 16 + noise)[:, None], dtype=torch.float32)
     labels = torch.tensor(bunch.target)
     order = torch.tensor(np.random.default_rng(0).permutation(len(images)))
-    train, valid = order.split([1437, 360])
+    train, valid = order[:count], order[count:]
+    return (images[train], labels[train]), (images[valid], labels[valid])
+
+
+def digits(model: str) -> Network:
+    train, valid = digit_images(1437)
+    make = {"mlp": networks.mlp, "cnn": networks.digits_cnn}[model]
     return Network(
         f"{model}-digits",
-        {"mlp": networks.mlp, "cnn": networks.digits_cnn}[model],
+        make,
         **classifier(),
-        data=(images[train], labels[train]),
+        data=train,
         budget=1500,
-        valid=(images[valid], labels[valid]),
+        valid=valid,
         full_grad=True,
     )
 
