@@ -87,11 +87,6 @@ def tuned(frame: pd.DataFrame) -> pd.DataFrame:
     return best.sort_values(["workload", "method"]).reset_index(drop=True)
 
 
-def best_loss(frame: pd.DataFrame) -> pd.Series:
-    """Return the lowest final loss per workload, of any method at any lr."""
-    return per_rate(frame).groupby("workload")["loss"].min()
-
-
 def initial_loss(frame: pd.DataFrame) -> pd.Series:
     """Return the loss before training per workload: the median of the runs' first losses."""
     return per_run(frame).groupby("workload")["initial"].median()

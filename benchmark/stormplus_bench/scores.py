@@ -22,7 +22,7 @@ def gap(frame: pd.DataFrame, ends: pd.DataFrame | None = None) -> pd.DataFrame:
     """
     new = (finals.defaults(frame) if ends is None else ends)[["workload", "method", "lr", "loss"]]
     new = new.assign(
-        best=new["workload"].map(finals.best_loss(frame)),
+        best=new["workload"].map(finals.per_rate(frame).groupby("workload")["loss"].min()),
         initial=new["workload"].map(finals.initial_loss(frame)),
     )
     achievable = new["initial"] - new["best"]

@@ -93,9 +93,8 @@ def step_times(
     for opt in optimizers.values():
         if isinstance(opt, AdamWScheduleFree):
             opt.train()
-        if isinstance(opt, StormPlus):
-            opt.estimate()  # the first sample
-        take_step(opt)  # allocates the buffers
+        for _ in range(2):  # the first sample of a pair takes one pass
+            take_step(opt)
     again = seconds(optimizers["Adam"].step)
     many = min(500, round(0.01 * rounds / again))  # short steps are timed more often
     times = times_of(optimizers, params, max(rounds, many))

@@ -20,7 +20,7 @@ from stormplus_bench.train.workload import Workload
 if TYPE_CHECKING:
     from stormplus_bench.train.steppers import Stepper
 
-PACKAGES = (
+PACKAGES = (  # whose versions are in a row
     *("stormplus", "torch", "numpy", "benchopt", "schedulefree", "prodigyopt", "dog-optimizer"),
     *("dadaptation", "mechanic-pytorch"),
 )
@@ -144,7 +144,7 @@ def row_of(training: Training, run: dict[str, Any]) -> dict[str, Any]:
         "measured": workload.measured,
         "state_mb": round(training.stepper.state_mb, 4),
         "curve": {name: list(map(_short, values)) for name, values in training.curve.items()},
-        "versions": versions(),
+        "versions": {name: version(name) for name in PACKAGES},
         "machine": machine(workload.device),
     }
 
@@ -153,11 +153,6 @@ def _short(value: float) -> float | int | None:
     if not math.isfinite(value):
         return None
     return int(value) if value == int(value) and abs(value) < 1e15 else float(f"{value:.6g}")
-
-
-def versions() -> dict[str, str]:
-    """Return the versions of the packages that a run depends on."""
-    return {name: version(name) for name in PACKAGES}
 
 
 @cache
