@@ -391,40 +391,7 @@ def test_a_gradient_that_is_not_finite_has_no_effect(name, before, value):
     assert_trees_equal(after, state._replace(skipped=state.skipped + 1))
 
 
-@each
-def test_apply_if_finite_changes_nothing(name):
-    bad = jnp.array([1.0, 2.0, jnp.nan, 3.0, jnp.nan, jnp.nan, jnp.nan])
-    expected, state = walk(name, bad)
-    assert int(state.skipped) == 4
-    tx = optax.apply_if_finite(TRANSFORMATIONS[name](), 1)  # it gives up, and hands NaNs on
-    assert_trees_close(run(tx, quadratic, PARAMS, bad)[0], expected, **ROUNDING)
-
-
 # --- the objective ---------------------------------------------------------------------------
-
-
-@paired
-def test_l2_weight_decay_is_part_of_the_objective_and_maximize_of_the_gradient_alone(name):
-    """Torch's sign rule: -g + weight_decay x."""
-
-    def by_hand(x, sample):
-        return jax.tree.map(lambda leaf: -sample * leaf + 0.1 * leaf, x)
-
-    got = walk(name, weight_decay=0.1, maximize=True)
-    assert_trees_close(got, walk(name, grad=by_hand), **ROUNDING)
-
-
-@paired
-def test_decoupled_weight_decay_shrinks_at_the_move_alone(name):
-    """With zero gradients d is zero: nothing but the decay moves, and no sum has it."""
-    options = {"lr": 0.5, "weight_decay": 0.1, "decoupled_weight_decay": True}
-    start = walk(name, [0.0], **options)
-    moved, state = walk(name, [0.0], *start, **options)
-    eta = start[1].step_size  # in force at the move
-    expected = jax.tree.map(lambda x: x - 0.5 * eta * 0.1 * x, start[0])
-    assert_trees_close(moved, expected, rtol=1e-6)
-    assert float(moved["a"][0]) < float(start[0]["a"][0])
-    assert all((leaf == 0).all() for leaf in jax.tree.leaves(state.estimator))
 
 
 @each
@@ -493,18 +460,6 @@ def test_inject_hyperparams(name):
     params, state = step(params, state, 1.0)
     rounding = 0 if name in PAIRED else 1e-6  # z is not stored
     np.testing.assert_allclose(fast(params, state.inner_state), before, rtol=rounding)
-
-
-@each
-def test_an_injected_schedule_counts_calls(name):
-    tx = optax.inject_hyperparams(TRANSFORMATIONS[name])(
-        **{RATE[name]: lambda count: jnp.where(count < 3, 0.0, 1.0)}
-    )
-    step, params, state, moved = step_of(tx, quadratic), PARAMS, tx.init(PARAMS), []
-    for _ in range(4):
-        params, state = step(params, state, 1.0)
-        moved.append(float(params["a"][0]) < 3)
-    assert moved == [False, False, False, True]
 
 
 # --- checkpoints -----------------------------------------------------------------------------

@@ -313,13 +313,6 @@ def test_derivatives_of_a_run_by_its_start_are_finite(options, grad):
     assert float(slope) != 0
 
 
-def test_masked_leaves_get_no_update():
-    tx = optax.masked(untuned(), {"a": True, "b": False})
-    moved, _ = one_gradient(tx, params={"a": PARAMS["a"], "b": 0 * PARAMS["b"]})
-    alone, _ = walk("untuned", params={"a": PARAMS["a"]})
-    np.testing.assert_allclose(moved["a"], alone["a"], rtol=1e-6)
-
-
 def test_parameters_that_are_not_finite_stop_the_others_too():
     params = {"good": jnp.ones(3), "bad": jnp.array([1.0, jnp.inf])}
     tx = untuned()
