@@ -4,15 +4,11 @@ import functools
 import pickle
 from typing import Any, NamedTuple
 
-import numpy as np
-import pytest
-
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

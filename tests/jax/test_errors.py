@@ -1,13 +1,9 @@
 """What is refused, and what the error says."""
 
-import pytest
-
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
 import jax
 import jax.numpy as jnp
 import optax
+import pytest
 
 from stormplus.jax import averaged, storm, storm_plus, untuned
 from tests.jax.jax_problems import LATER, PAIRED, PARAMS, RATE, TRANSFORMATIONS, over

@@ -1,14 +1,10 @@
 """What helps around a loop: `verify`, `accumulate` and `uniform_iterate`."""
 
-import numpy as np
-import pytest
-
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 from stormplus.jax import accumulate, storm_plus, uniform_iterate, verify
 from tests.jax.jax_problems import (

@@ -1,12 +1,8 @@
 """The same numbers as the oracles over 200 steps, and the same rounding as torch."""
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
-
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
-import jax.numpy as jnp
 
 from stormplus.jax import averaged
 from stormplus.jax._untuned_leaf import stochastic_round

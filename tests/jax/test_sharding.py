@@ -7,9 +7,6 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
 # In a process of its own: the number of devices is fixed when jax starts.
 SCRIPT = """
 import jax

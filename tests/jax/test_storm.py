@@ -1,14 +1,10 @@
 """What only pairs have: the order of a call, the second gradient, and what may stand around."""
 
-import numpy as np
-import pytest
-
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 from stormplus.jax import storm, storm_plus, verify
 from stormplus.rules import Sum

@@ -1,14 +1,10 @@
 """What only `untuned` has: its scales, its average, its precision, and one gradient per step."""
 
-import numpy as np
-import pytest
-
-pytest.importorskip("jax")
-pytest.importorskip("optax")
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+import pytest
 
 from stormplus import untuned_rule
 from stormplus.jax import averaged, untuned
