@@ -16,11 +16,11 @@ jax.config.update("jax_enable_x64", True)
 jax.config.update("jax_cpu_enable_async_dispatch", False)
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 from stormplus import untuned_rule
 from stormplus.jax import storm_plus, simplified_storm_plus, storm, untuned
+from tests.jax.jax_problems import step_of
 
 untuned_rule.sample_stride = lambda size: 5  # leaves as small as these would be measured in full
 assert len(jax.devices()) == 8, jax.devices()
@@ -39,14 +39,7 @@ def loss(p, batch):
 
 
 def train(tx, params, batches):
-    def step(params, state, batch):
-        def grad_fn(p):
-            return jax.grad(loss)(p, batch)
-
-        updates, state = tx.update(grad_fn(params), state, params, grad_fn=grad_fn)
-        return optax.apply_updates(params, updates), state
-
-    step = jax.jit(step, donate_argnums=(0, 1))
+    step = jax.jit(step_of(tx, jax.grad(loss), jit=False), donate_argnums=(0, 1))
     state = tx.init(params)
     for batch in batches:
         params, state = jax.block_until_ready(step(params, state, batch))
@@ -105,19 +98,11 @@ for make, options, names in (
 
 @pytest.mark.long
 def test_sharded_runs_equal_the_single_device_run():
-    environment = {
-        **os.environ,
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        "JAX_PLATFORMS": "cpu",
-    }
+    pretended = {"XLA_FLAGS": "--xla_force_host_platform_device_count=8", "JAX_PLATFORMS": "cpu"}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", SCRIPT],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-        cwd=Path(__file__).parent,
-    )
+        env=os.environ | pretended, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.count("equal") == 17
