@@ -214,15 +214,6 @@ def test_sixteen_bits_for_the_state():
 # --- one transformation among others ---------------------------------------------------------
 
 
-def test_clipping_before_it_in_a_chain_is_clipping_inside():
-    clip = optax.clip_by_global_norm(1.0)
-    got, state = one_gradient(optax.chain(clip, untuned()))
-    expected, expected_state = one_gradient(untuned(gradient_transform=clip))
-    assert_trees_close(got, expected, rtol=1e-6)
-    assert_trees_close(averaged(state, got), averaged(expected_state, expected), rtol=1e-6)
-    assert float(jnp.abs(walk("untuned")[0]["a"] - expected["a"]).max()) > 1e-4
-
-
 def test_multi_steps_hands_over_the_mean_gradient():
     tx = optax.MultiSteps(untuned(), every_k_schedule=2)
     got, state = one_gradient(tx)
