@@ -6,53 +6,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import pytest
 
 from stormplus.jax import simplified_storm_plus, storm, storm_plus, untuned
-from stormplus.jax._options import Options
-from stormplus.jax.storm import _paired
-from stormplus.rules import AdaStormRule, Sum, make_rule
+from stormplus.rules import Sum
 
-
-def later(
-    name, rule, lr=1.0, *, weight_decay=0.0, decoupled_weight_decay=False, maximize=False,
-    unit=1.0, mask=None, gradient_transform=None,
-):  # fmt: skip
-    """Return a transformation with a rule that has no public function of its own."""
-    options = Options(
-        lr=lr,
-        weight_decay=weight_decay,
-        decoupled_weight_decay=decoupled_weight_decay,
-        maximize=maximize,
-        unit=unit,
-        mask=mask,
-        gradient_transform=gradient_transform,
-    )
-    return _paired(name, rule, options)
-
-
-LATER = {
-    "meta_storm_sg": make_rule("meta-storm-sg"),
-    "meta_storm_na": make_rule("meta-storm-na"),
-    "normalized_storm": make_rule("normalized-storm"),
-    "ada_storm": AdaStormRule(200),
-}
 PAIRED = {
     "storm_plus": storm_plus,
     "simplified_storm_plus": simplified_storm_plus,
     "storm": storm,
-} | {name: functools.partial(later, name, rule) for name, rule in LATER.items()}
+}
 TRANSFORMATIONS = PAIRED | {"untuned": untuned}
-REFERENCE = {name: name.replace("_plus", "+").replace("_", "-") for name in PAIRED} | LATER
-
-
-def over(table):
-    """Return a mark that runs a test for every name; for the later rules in the long suite."""
-    marks = dict.fromkeys(LATER, pytest.mark.long)
-    return pytest.mark.parametrize(
-        "name", [pytest.param(name, marks=marks.get(name, ())) for name in table]
-    )
-
+REFERENCE = {name: name.replace("_plus", "+").replace("_", "-") for name in PAIRED}
 
 # The fields of the state that are of the size of the parameters.
 BUFFERS = dict.fromkeys(PAIRED, ("estimator",)) | {"untuned": ("z_minus_x", "grad_rms")}

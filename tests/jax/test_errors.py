@@ -6,7 +6,7 @@ import optax
 import pytest
 
 from stormplus.jax import averaged, storm, storm_plus, untuned
-from tests.jax.jax_problems import LATER, PAIRED, PARAMS, RATE, TRANSFORMATIONS, over
+from tests.jax.jax_problems import PAIRED, PARAMS, RATE, TRANSFORMATIONS
 
 OTHER_STATE = "params do not match the structure of the optimizer state"
 NO_GRADIENT = "must be a gradient with the structure of the parameters"
@@ -66,12 +66,7 @@ UPDATE_OF_PAIRS = [
 
 def rows(*tables):
     """Return one case per row of a table and name of an optimizer for which it is meant."""
-    return [
-        pytest.param(name, *row, marks=pytest.mark.long if name in LATER else ())
-        for names, table in tables
-        for name in names
-        for row in table
-    ]
+    return [(name, *row) for names, table in tables for name in names for row in table]
 
 
 def call(tx, updates=PARAMS, state=PARAMS, params=PARAMS, grad_fn=lambda p: p):
@@ -149,7 +144,7 @@ MASKED = {
 
 
 @pytest.mark.parametrize("wrap", MASKED.values(), ids=MASKED)
-@over(PAIRED)
+@pytest.mark.parametrize("name", PAIRED)
 def test_masked_trees(name, wrap):
     """The error is the line to write."""
     with pytest.raises(TypeError, match=r"MaskedNode.*write `\w+\(mask=\{.*\}\)`") as caught:

@@ -9,10 +9,10 @@ from stormplus.jax._untuned_leaf import stochastic_round
 from stormplus.untuned_rule import INTERPOLATION
 from tests.jax.jax_problems import (
     PAIRED,
+    REFERENCE,
     TRANSFORMATIONS,
     Regression,
     assert_trees_close,
-    over,
     run,
 )
 from tests.support.oracle import Group, algorithm_1
@@ -50,7 +50,7 @@ CONSTANTS = {"storm": {"theta": 0.3, "w": 0.7, "c": 5.0, "smoothness": 1.5}}
 
 
 @pytest.mark.parametrize("options", PAIRS.values(), ids=PAIRS)
-@over(PAIRED)
+@pytest.mark.parametrize("name", PAIRED)
 def test_pairs_equal_the_oracle(name, options):
     sign = -1 if options.get("maximize") else 1
     constants = CONSTANTS.get(name, {})
@@ -62,7 +62,7 @@ def test_pairs_equal_the_oracle(name, options):
         lambda x, rows: [sign * g for g in PROBLEM.numpy_grad(x, rows)],
         [Group(PROBLEM.x0, lr, options.get("weight_decay", 0.0))],
         ROWS,
-        method=name.replace("_plus", "+").replace("_", "-"),
+        method=REFERENCE[name],
         unit=options.get("unit", 1.0),
         decoupled=options.get("decoupled_weight_decay", False),
         maximize=options.get("maximize", False),

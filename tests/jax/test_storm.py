@@ -16,7 +16,6 @@ from tests.jax.jax_problems import (
     assert_finite,
     assert_trees_close,
     assert_trees_equal,
-    over,
     quadratic,
     run,
     step_of,
@@ -63,7 +62,7 @@ def test_storm_constants_may_be_traced():
 # --- the unit of the gradient -----------------------------------------------------------------
 
 
-@over(PAIRED)
+@pytest.mark.parametrize("name", PAIRED)
 def test_with_unit_first_the_scale_of_the_loss_does_not_matter(name):
     plain, state = walk(name, unit="first", lr=0.1)
     for scale in (1e-25, 1e-6, 1e6, 1e25):  # float32 has no square of the first and the last
