@@ -1,6 +1,7 @@
 """The steppers against hand-written loops: same iterates, every gradient counted."""
 
 import copy
+import itertools
 import math
 from functools import partial
 
@@ -49,36 +50,22 @@ def same(model, other):
     return all(torch.equal(a, b) for a, b in zip(*tensors, strict=True))
 
 
-both_models = pytest.mark.parametrize("make", [partial(digits, "cnn"), normed])
-
-
-@both_models
-def test_a_one_gradient_method_is_the_usual_loop(make):
+@pytest.mark.parametrize("make", [partial(digits, "cnn"), normed])
+@pytest.mark.parametrize(
+    ("stepper", "optimizer", "evaluations", "samples"),
+    [
+        (OneGradient, torch.optim.Adam, STEPS, STEPS),
+        (TwoGradients, StormPlus, 11, 6),  # 1 + 2 * 5 evaluations; the next step would make 13
+    ],
+)
+def test_a_run_is_the_loop_of_the_readme(make, stepper, optimizer, evaluations, samples):
     workload = make()
-    run = start(workload, OneGradient, torch.optim.Adam)
+    run = start(workload, stepper, optimizer)
     run.advance(STEPS)
+    assert (run.evaluations, run.samples) == (evaluations, samples)
     model, stream = workload.model(0).train(), workload.samples(0)
-    opt = torch.optim.Adam(model.parameters())
-    for _ in range(STEPS):
-        x, y = next(stream)
-        opt.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        opt.step()
-    assert same(run.model, model)
-    assert (run.evaluations, run.samples) == (STEPS, STEPS)
-
-
-@both_models
-def test_storm_plus_is_the_loop_of_the_readme_and_costs_two(make):
-    workload = make()
-    run = start(workload, TwoGradients, StormPlus)
-    run.advance(STEPS)
-    # 1 + 2 * 5 = 11 evaluations; the next step would make 13.
-    assert (run.evaluations, run.samples) == (11, 6)
-    model, stream, calls = workload.model(0).train(), workload.samples(0), 0
-    opt = StormPlus(model.parameters())
-    for _ in range(6):
-        x, y = next(stream)
+    opt, calls = optimizer(model.parameters()), 0
+    for x, y in itertools.islice(stream, samples):
 
         def closure():
             nonlocal calls
@@ -88,8 +75,8 @@ def test_storm_plus_is_the_loop_of_the_readme_and_costs_two(make):
             loss.backward()
             return loss
 
-        opt.step(same_sample(opt, model)(closure))
-    assert calls == run.evaluations
+        opt.step(same_sample(opt, model)(closure) if optimizer is StormPlus else closure)
+    assert calls == evaluations
     assert same(run.model, model)
 
 
