@@ -1,6 +1,6 @@
-"""The tier `long`: its workloads and methods; the study's committed page."""
+"""The tiers `long` and `small-data`: their workloads and methods; the study's committed page."""
 
-import importlib.util
+import importlib
 from functools import partial
 from pathlib import Path
 
@@ -11,6 +11,7 @@ from benchopt.benchmark import Benchmark, _list_parametrized_classes
 from stormplus_bench.methods import METHODS, TIERS
 from stormplus_bench.plan import FOLDER, read_suite, suites
 from stormplus_bench.train import catalogue, long, networks
+from stormplus_bench.train.small_data import SMALL_DATA
 from stormplus_bench.train.training import Training
 
 ROOT = Path(__file__).parents[2]
@@ -130,13 +131,38 @@ def test_crops_and_flips_move_and_mirror_and_nothing_more():
     assert len(seen) > 80  # of 162
 
 
+def test_the_noisy_digits_are_twenty_epochs_of_1400_images():
+    workload = SMALL_DATA["resnet-noisy-digits"]()
+    assert len(workload.train) == 1400
+    assert len(workload.valid) == 397
+    assert workload.budget == 20 * 43
+    images, labels = workload.train[:]
+    assert images.min() < -0.3  # the noise; the images are between 0 and 1
+    assert labels.unique().tolist() == list(range(10))
+    assert workload.measure(workload.model(0))["train_loss"] == pytest.approx(2.3, abs=0.1)
+
+
+def test_the_encoder_ignores_padding(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "research")
+    Encoder = importlib.import_module("untuned_docstrings").Encoder
+    transformers = pytest.importorskip("transformers")
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(vocab_size=20, intermediate_size=8, **sizes)
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(tmp_path)
+    model = Encoder(tmp_path, classes=3).eval()
+    assert isinstance(model.head, torch.nn.Linear)
+    mask = [1, 1, 1, 0]
+    first, second = (model(torch.tensor([[[1, 2, 3, last], mask]])) for last in (4, 19))
+    assert first.shape == (1, 3)
+    torch.testing.assert_close(first, second)
+
+
 @pytest.mark.long
 def test_the_study_says_what_its_rows_say(tmp_path, monkeypatch):
     """The committed tables are those that `make untuned` writes."""
     monkeypatch.chdir(ROOT)
-    spec = importlib.util.spec_from_file_location("study", ROOT / "research" / "untuned_study.py")
-    study = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(study)
+    monkeypatch.syspath_prepend(ROOT / "research")
+    study = importlib.import_module("untuned_study")
     page = study.PAGE.read_text()
     for name in ("PAGE", "FIGURE"):
         monkeypatch.setattr(study, name, tmp_path / getattr(study, name).name)
