@@ -23,18 +23,6 @@ from tests.jax.jax_problems import (
 from tests.support.untuned_oracle import untuned_run
 
 
-def one_gradient(tx, grad=quadratic, params=PARAMS, samples=CURVATURES):
-    """As a user of any optax optimizer writes it: no grad_fn."""
-
-    def body(carry, sample):
-        params, state = carry
-        updates, state = tx.update(grad(params, sample), state, params)
-        return (optax.apply_updates(params, updates), state), None
-
-    first = (params, tx.init(params))
-    return jax.jit(lambda c, xs: jax.lax.scan(body, c, xs)[0])(first, samples)
-
-
 def the_sample(p, sample):
     return sample
 
@@ -142,7 +130,9 @@ def test_before_the_first_step_the_average_is_the_parameters():
 def test_the_average_takes_masked_leaves_from_the_parameters():
     params = {"a": PARAMS["a"], "frozen": jnp.arange(5)}
     tx = untuned(mask={"a": True, "frozen": False})
-    moved, state = one_gradient(tx, lambda p, s: {"a": p["a"], "frozen": 0.0 * p["frozen"]}, params)
+    moved, state = run(
+        tx, lambda p, s: {"a": p["a"], "frozen": 0.0 * p["frozen"]}, params, CURVATURES
+    )
     other = {"a": moved["a"], "frozen": jnp.arange(5) + 1}
     mean = averaged(state, other)
     assert_trees_equal(mean["frozen"], other["frozen"])
@@ -216,7 +206,7 @@ def test_sixteen_bits_for_the_state():
 
 def test_multi_steps_hands_over_the_mean_gradient():
     tx = optax.MultiSteps(untuned(), every_k_schedule=2)
-    got, state = one_gradient(tx)
+    got, state = run(tx, quadratic, PARAMS, CURVATURES)
     expected, expected_state = walk("untuned", CURVATURES.reshape(-1, 2).mean(axis=1))
     assert_trees_close(got, expected, rtol=1e-6)
     assert_trees_close(averaged(state, got), averaged(expected_state, expected), rtol=1e-6)
@@ -225,7 +215,7 @@ def test_multi_steps_hands_over_the_mean_gradient():
 
 def test_partition_slows_some_leaves_down():
     tx = optax.partition({0: untuned(), 1: untuned(factor=0.5)}, {"a": 0, "b": 1})
-    got, state = one_gradient(tx)
+    got, state = run(tx, quadratic, PARAMS, CURVATURES)
     for name, factor in [("a", 1.0), ("b", 0.5)]:
         alone, alone_state = walk("untuned", params={name: PARAMS[name]}, factor=factor)
         np.testing.assert_allclose(got[name], alone[name], rtol=1e-6)
