@@ -29,6 +29,7 @@ from tests.jax.jax_problems import (
     quadratic,
     run,
     step_of,
+    the_sample,
     walk,
 )
 
@@ -290,10 +291,6 @@ FACTORS = np.array([1.0, -0.5, 2.0, 0.0, 1.0])
 # gradients are not used, and counted.
 SMALLEST = 1e-19
 LARGEST = {"storm_plus": 1e11, "simplified_storm_plus": 1e16, "storm": 1e11}
-
-
-def the_sample(p, sample):
-    return sample
 
 
 @pytest.mark.parametrize("size", SIZES)

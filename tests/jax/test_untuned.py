@@ -18,13 +18,10 @@ from tests.jax.jax_problems import (
     assert_trees_equal,
     quadratic,
     run,
+    the_sample,
     walk,
 )
 from tests.support.untuned_oracle import untuned_run
-
-
-def the_sample(p, sample):
-    return sample
 
 
 def fast(params, state):
