@@ -8,8 +8,6 @@ import pytest
 from tests.support.bench_rows import frame_of, hand_made, make_row
 
 from stormplus_bench import figures, finals, page, tables
-from stormplus_bench.methods import METHODS
-from stormplus_bench.style import style_of
 
 
 def line_of(axis, method):
@@ -33,7 +31,6 @@ def test_curves_show_the_median_at_the_default_or_at_the_best_lr():
     assert list(line_of(a, "SGD").get_ydata()) == [10, 5, 2, 1, 0.5]  # at lr 1
     assert line_of(a, "Adam") is None  # ran one lr
     assert texts(b) == ["no run"]
-    assert len({style_of(name) for name in METHODS}) == len(METHODS)
 
 
 def test_the_map_of_gaps_prints_its_numbers():

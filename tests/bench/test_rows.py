@@ -65,7 +65,6 @@ def changed(old, new):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is empty"),
         ("hello\n", "line 1: expected .*, got b'hello'"),
         (OTHER_VERSION, "line 1: expected .*, got .*2"),
         (HEADER + "\udcff\udcfe\n" + "{}\n", "line 2 should be a row"),

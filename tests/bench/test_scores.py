@@ -49,11 +49,9 @@ def test_a_run_that_diverged_has_no_final_values():
     assert finals.per_rate(frame)["valid_loss"].isna().all()  # half of SGD's runs diverged
 
 
-def test_equal_losses_prefer_the_default_lr_and_two_defaults_are_an_error():
+def test_equal_losses_prefer_the_default_lr():
     found = [make_row([2, 1], lr=lr, default=lr == 0.1) for lr in (0.01, 0.1, 1.0)]
     assert finals.tuned(frame_of(found))["lr"].item() == 0.1
-    with pytest.raises(ValueError, match=r"SGD has 2 default learning rates on w: 0\.1, 1"):
-        finals.defaults(frame_of([make_row([2, 1], lr=lr) for lr in (0.1, 1.0)]))
 
 
 def test_a_best_lr_at_an_end_of_its_range_is_marked():
