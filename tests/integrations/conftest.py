@@ -1,11 +1,15 @@
 """The trainers are installed for the long parts only, so all of these tests are long."""
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
 HERE = Path(__file__).parent
+TRAINERS = ("accelerate", "fastai", "huggingface", "keras", "lightning", "skorch")
+PACKAGES = dict(zip(TRAINERS, TRAINERS)) | {"huggingface": "transformers"}
+collect_ignore = [f"test_{name}.py" for name in TRAINERS if find_spec(PACKAGES[name]) is None]
 THEIRS = [  # warnings of the trainers' own
     "ignore:.*does not have many workers",  # Lightning's
     "ignore:.*isinstance.treespec, LeafSpec",

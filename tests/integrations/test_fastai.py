@@ -4,9 +4,6 @@ from functools import partial
 
 import pytest
 import torch
-
-pytest.importorskip("fastai")
-
 from tests.support import trainer_cases
 from tests.support.fastai_cases import AMPMode, Callback, Watch, again, fastai
 from tests.support.trainer_cases import (

@@ -5,9 +5,6 @@ from functools import partial
 
 import pytest
 import torch
-
-pytest.importorskip("transformers")
-
 from tests.support import trainer_cases
 from tests.support.huggingface_cases import Model, arguments, rows
 from tests.support.trainer_cases import (

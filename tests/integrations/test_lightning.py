@@ -6,9 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-
-pytest.importorskip("lightning")
-
 from lightning.pytorch import Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import Precision

@@ -6,9 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-
-pytest.importorskip("skorch")
-
 from sklearn.base import clone
 from skorch import NeuralNet
 from skorch.callbacks import Callback, Checkpoint, LoadInitState
