@@ -18,27 +18,11 @@ from stormplus_bench.engine import execute
 from stormplus_bench.plan import make_plan, with_own
 from stormplus_bench.train.catalogue import EVERY
 
-SOLVER = (own.TEMPLATES / "solver.py").read_text()
-WORKLOAD = """
-from torch import nn
-
-from beside import inputs, targets
-
-name, budget, batch_size = "lines", 20, 8
-data, valid = (inputs[:48], targets[:48]), (inputs[48:], targets[48:])
-
-def model():
-    return nn.Linear(4, 1)
-
-def loss(model, batch):
-    return nn.functional.mse_loss(model(batch[0]), batch[1])
-"""
-BESIDE = """
-import torch
-
-inputs = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
-targets = inputs.sum(1, keepdim=True)
-"""
+# The templates, with a module of the user's beside them.
+SOLVER, WORKLOAD = (
+    "import beside\n" + (own.TEMPLATES / f"{name}.py").read_text().replace("200", "20")
+    for name in ("solver", "workload")
+)
 SUITE = {
     "objective": [{"Training loss": {"seed": [0]}}],
     "dataset": [{"smooth": {"problem": ["nmf"]}}],
@@ -50,7 +34,7 @@ SUITE = {
 def files(tmp_path):
     folder = tmp_path / "my files, [new]"
     folder.mkdir()
-    for name, text in (("mine", SOLVER), ("lines", WORKLOAD), ("beside", BESIDE)):
+    for name, text in (("mine", SOLVER), ("lines", WORKLOAD), ("beside", "")):
         (folder / f"{name}.py").write_text(text)
     return folder
 
@@ -224,8 +208,7 @@ def test_files_join_a_suite(files):
         ("mine", "import sys\nsys.exit(3)", "line 2: SystemExit: 3"),
         ("mine", "x = (", "line 1: SyntaxError"),
         ("lines", "budget = 3", "a workload needs model, loss, data"),
-        ("lines", WORKLOAD.replace("(4, 1)", "(5, 1)"), "the first gradient fails: "),
-        ("lines", WORKLOAD.replace("(4, 1)", "(5, 1)"), "lines.py, line 13: RuntimeError"),
+        ("lines", WORKLOAD.replace("(32, 2)", "(5, 2)"), "lines.py, line 17: RuntimeError"),
         ("lines", WORKLOAD + "name = 'nmf'", "nmf is a workload of the benchmark"),
     ],
 )
