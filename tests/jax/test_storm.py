@@ -183,13 +183,3 @@ def test_clipping_before_it_in_a_chain_clips_one_gradient_of_the_two():
     _, right = run(storm_plus(gradient_transform=clip), quadratic, PARAMS, CURVATURES)
     assert float(right.sum_g_sq.total) < 6 + 1e-4
     verify(right)
-
-
-def test_multi_steps_passes_the_last_micro_batch_only():
-    """`accumulate` is what does it, in test_loops.py."""
-    tx = optax.MultiSteps(storm_plus(), every_k_schedule=2)
-    _, state = run(tx, quadratic, PARAMS, CURVATURES[:2])
-    # |g_1|^2 of the mean curvature 2 would be 2^2 * 26; the last one's is 3^2 * 26.
-    np.testing.assert_allclose(state.inner_opt_state.sum_g_sq.total, 9 * 26, rtol=1e-6)
-    with pytest.raises(RuntimeError, match=r"differ at one point.*accumulate\(\)"):
-        verify(state)
