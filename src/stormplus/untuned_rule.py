@@ -194,16 +194,16 @@ def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> 
     """
     valid = (walk > INITIAL_WALK) & (ratio < _MAX_RATIO)  # NaN compares False
     least = xp.where(eligible & valid, ratio, _MAX_RATIO).min()
-    return (least % _MAX_RATIO).clip(1.0)  # 0, then 1, if no tensor has moved
+    return (least % _MAX_RATIO).clip(1.0)  # _MAX_RATIO, if no tensor has moved, becomes 0, then 1
 
 
-def next_evidence(scalars: UntunedScalars, counts: Array, agreement: Array) -> Array:
-    """Return E after a step that counts for `counts`: it adds A^2, and nothing is forgotten.
+def next_evidence(scalars: UntunedScalars, weight: Array, agreement: Array) -> Array:
+    """Return E after a step of weight k: E + k A^2. Nothing is forgotten.
 
     In a network only the first steps agree, and the bound that E lifts matters for hundreds more.
     By then they turn around as often as noise does, so that a rule that forgets E slows both down.
     """
-    return scalars.evidence + counts * agreement**2
+    return scalars.evidence + weight * agreement**2
 
 
 def after_step(
@@ -229,10 +229,10 @@ def after_step(
         xp: The arrays' library.
     """
     ceiling = scalars.ceiling
-    counts = mean_square.clip(max=1.0)
+    weight = mean_square.clip(max=1.0)
     walk = scalars.walk + (alpha / ceiling) ** 2 * mean_square
     ratio = displacement_ratio(displacement / ceiling, walk)
-    least = least_agreement(ratio, walk, eligible, xp)
+    least = least_agreement(ratio, walk, eligible, xp)  # 1 + A
     return UntunedScalars(
         step=scalars.step + 1.0,
         step_size=step_size,
@@ -243,9 +243,9 @@ def after_step(
             ceiling * least**0.5,
         ),
         ceiling=ceiling,
-        effective_steps=_add(scalars.effective_steps, counts),
+        effective_steps=_add(scalars.effective_steps, weight),
         walk=walk,
-        evidence=next_evidence(scalars, counts, least - 1.0),
+        evidence=next_evidence(scalars, weight, least - 1.0),
     )
 
 

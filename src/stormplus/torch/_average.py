@@ -1,4 +1,4 @@
-"""The part of `Untuned` that takes no step: initial values, checks, and the average of eval()."""
+"""What `Untuned` does besides its step: initial values, checks, and the average of eval()."""
 
 from __future__ import annotations
 
@@ -30,8 +30,9 @@ class AveragedOptimizer(BaseOptimizer):
     def _start(self, groups: list[TensorGroup]) -> None:
         """Let tensors that get their first gradient start from where they are."""
         table = self._tensor_table
-        indices = sorted(index for group in groups for index in group.indices)
-        infos, (_, mask) = [self._infos[i] for i in indices], table.index_and_mask(indices)
+        indices = sorted(index for tensors in groups for index in tensors.indices)
+        infos = [self._infos[i] for i in indices]
+        _, mask = table.index_and_mask(indices)
         constants = {
             "size": [info.coordinates.size for info in infos],
             "sample_count": [info.coordinates.count for info in infos],
@@ -39,13 +40,16 @@ class AveragedOptimizer(BaseOptimizer):
         }
         full_rows = table.scatter(np.array(list(constants.values()), np.float64), indices)
         table.write(dict(zip(constants, full_rows)), mask)
-        rows, parts = table.rows, []
-        for group in groups:
+        rows = table.rows
+        parts = []
+        for tensors in groups:
             # Preallocate: scalars between large temporaries fragment the allocator.
-            squares = torch.empty(len(group.params), dtype=table.tensor.dtype, device=group.device)
-            for i, x in enumerate(group.params):
+            squares = torch.empty(
+                len(tensors.params), dtype=table.tensor.dtype, device=tensors.device
+            )
+            for i, x in enumerate(tensors.params):
                 squares[i] = plain.squared_norm(x)
-            parts.append((group.process_groups, table.scatter((squares,), group.indices)))
+            parts.append((tensors.process_groups, table.scatter((squares,), tensors.indices)))
         rms = (self._total(parts)[0] / rows["size"]) ** 0.5
         ceiling = rule.distance_ceiling(rms, rows["natural_scale"], table.xp)
         if table.on_host:
@@ -53,13 +57,15 @@ class AveragedOptimizer(BaseOptimizer):
                 if not math.isfinite(ceiling[info.index]):
                     name = parameter_name(self.param_groups, info.p)
                     self._fail(f"{name} is not finite; nothing has moved")
-        for group in groups:
-            for x, z_1, coordinates in zip(group.params, group.initial_sample, group.coordinates):
-                coordinates.store(x, z_1, group.process_groups)
-            for x, master in zip(group.params, group.masters):
+        for tensors in groups:
+            for x, z_1, coordinates in zip(
+                tensors.params, tensors.initial_sample, tensors.coordinates
+            ):
+                coordinates.store(x, z_1, tensors.process_groups)
+            for x, master in zip(tensors.params, tensors.masters):
                 master.copy_(x)
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
-        self._mark_started(groups)
+        self._mark_initialized(groups)
 
     def _check_lr(self, lrs: list[float]) -> None:
         """Raise if an lr is negative; warn if the first ones look like Adam's learning rate."""
@@ -80,11 +86,11 @@ class AveragedOptimizer(BaseOptimizer):
         """Warn if the parameters are not where the loaded state has left them."""
         self._compared = self.generation
         saved = self._tensor_table.snapshot()
-        for group in groups:
-            for i, index in enumerate(group.indices):
-                if group.is_new or group.process_groups:
+        for tensors in groups:
+            for i, index in enumerate(tensors.indices):
+                if tensors.is_new or tensors.process_groups:
                     break
-                mean = float(plain.squared_displacement(group, i)) / group.coordinates[i].count
+                mean = float(plain.squared_displacement(tensors, i)) / tensors.coordinates[i].count
                 measured, expected = mean**0.5, float(saved[index]["displacement"])
                 if abs(measured - expected) > 1e-4 * max(expected, measured):
                     name = parameter_name(self.param_groups, self._infos[index].p)
@@ -116,7 +122,7 @@ class AveragedOptimizer(BaseOptimizer):
                 p, state = info.p, info.state
                 if "z_minus_x" in state:
                     state["iterate"] = p.detach().clone()
-                    if state["started"]:
+                    if state["initialized"]:
                         local(p).copy_(_average(state))
             self._shared_state["averaged"] = 1
         elif self._left_by_eval[0] == self.generation:
@@ -140,7 +146,7 @@ class AveragedOptimizer(BaseOptimizer):
         reshard()
         for info in self._infos:
             iterate: Tensor | None = info.state.pop("iterate", None)
-            if iterate is not None and info.state["started"]:
+            if iterate is not None and info.state["initialized"]:
                 info.p.copy_(iterate)
         self._shared_state["averaged"] = 0
 
@@ -156,7 +162,7 @@ class AveragedOptimizer(BaseOptimizer):
             return False  # a loaded state belongs to whatever is there
         for info in self._infos:
             p, state = info.p, info.state
-            if versions.get(id(p), p._version) == p._version or not state["started"]:
+            if versions.get(id(p), p._version) == p._version or not state["initialized"]:
                 continue
             # The same weights again change nothing. Shards are not compared: it matters more that
             # all processes come to the same answer.
@@ -191,7 +197,7 @@ class AveragedOptimizer(BaseOptimizer):
 
     def _check_loaded(self, state_dict: State) -> None:
         if scalars_of(state_dict)["averaged"] and any(
-            "iterate" not in entry for entry in entries(state_dict) if entry.get("started")
+            "iterate" not in entry for entry in entries(state_dict) if entry.get("initialized")
         ):
             raise ValueError(
                 "the state was saved after eval(), and the iterate that train() puts back is not "

@@ -36,10 +36,13 @@ _ORDINARY_TYPES = (Tensor, nn.Parameter)  # neither sharded nor another subclass
 class BaseOptimizer(Optimizer, ABC):
     """Base of all optimizers: state exists from construction and survives saving and loading.
 
-    `state[p]` has the parameter's buffers and `started`: whether it has had a gradient. Numbers
+    `state[p]` has the parameter's buffers and `initialized`: whether it has had a gradient. Numbers
     that all parameters share are in a dictionary, `scalars`, in the state of the last trainable
     parameter (on an accelerator, if there is one): torch's loader and its distributed checkpoint
     leave out frozen parameters, which usually come first. `generation` counts loads and resets.
+
+    `_rebuild` makes state and tables, also when parameters come, go or are frozen, which `_refresh`
+    notices. Every pass begins with `_collect`, which sorts the parameters into lists.
     """
 
     _shared_initial: ClassVar[Mapping[str, float]]  # what all parameters share, initially
@@ -61,11 +64,11 @@ class BaseOptimizer(Optimizer, ABC):
         super().__init__(params, defaults)
         if not self.parameters():
             raise ValueError("the optimizer got parameter groups with no parameter in them")
-        self._adopt_parameters()
+        self._rebuild()
 
     @abstractmethod
     def _identity(self) -> dict[str, Any]:
-        """Return what a saved state is bound to, by the names that the user knows."""
+        """Return the options that a checkpoint must match, by name."""
 
     @abstractmethod
     def _initial_flags(self) -> State:
@@ -132,12 +135,12 @@ class BaseOptimizer(Optimizer, ABC):
                 f"skipped ({self._skips_reported:.0f} so far): go on with another sample"
             )
 
-    def _find_nonfinite(self, groups: list[TensorGroup]) -> Tensor | None:
-        """Look for gradients that are not finite: raise on the CPU, return a flag on a device."""
+    def _check_gradients(self, groups: list[TensorGroup]) -> Tensor | None:
+        """Raise for a gradient that is not finite; on a device return a flag, and raise later."""
         self._raise_if_skipped()
         if not (self._check_finite and groups):
             return None
-        parts = [(group.process_groups, group.kernels.any_nonfinite(group)) for group in groups]
+        parts = [(t.process_groups, t.kernels.any_nonfinite(t)) for t in groups]
         nonfinite = parts[0][1]
         if self._mesh_groups or len(parts) > 1:
             nonfinite = self._total(parts, agree=True) > 0
@@ -161,8 +164,7 @@ class BaseOptimizer(Optimizer, ABC):
             return
         if self._skips_on_host is None:
             pinned = count.device.type in ("cuda", "xpu")
-            zero = torch.zeros((), dtype=count.dtype, device="cpu", pin_memory=pinned)
-            self._skips_on_host = zero
+            self._skips_on_host = torch.zeros_like(count, device="cpu", pin_memory=pinned)
         self._skips_on_host.copy_(count, non_blocking=True)
 
     def _fail_nonfinite(self, advice: str) -> NoReturn:
@@ -186,11 +188,11 @@ class BaseOptimizer(Optimizer, ABC):
             self.param_groups.pop()  # a rejected group leaves no trace
             raise
         if self._infos:
-            self._adopt_parameters()
+            self._rebuild()
 
     @torch.inference_mode(False)  # a tensor created inside could not be updated later
-    def _adopt_parameters(self) -> None:
-        """Make state for new parameters, drop that of removed ones, and build the tables."""
+    def _rebuild(self) -> None:
+        """Make state for new parameters, drop that of removed ones, and build the tables anew."""
         params = self.parameters()
         known = set(params)
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in known]:
@@ -203,7 +205,7 @@ class BaseOptimizer(Optimizer, ABC):
         for group in self.param_groups:
             for p in group["params"]:
                 info = ParamInfo(p, group, self.state[p], len(self._infos), norm_groups(p))
-                info.state.setdefault("started", 0)
+                info.state.setdefault("initialized", 0)
                 self._infos.append(info)
         self._known_groups = self._groups_now()
         # In the same order on every rank.
@@ -217,17 +219,18 @@ class BaseOptimizer(Optimizer, ABC):
 
     def _groups_now(self) -> list[Any]:
         """Return what changes if parameters are added, removed, replaced, frozen or unfrozen."""
-        seen: list[Any] = []
-        for group in self.param_groups:
-            seen += id(group), group.get("foreach")
-            seen += [(id(p), p.requires_grad) for p in group["params"]]
-        return seen
+        return [
+            (id(group), group.get("foreach"), [(id(p), p.requires_grad) for p in group["params"]])
+            for group in self.param_groups
+        ]
 
     def _place_state(self) -> None:
         """Place buffers beside trainable parameters, and `scalars` with the last of them."""
         for info in self._infos:
             info.state.pop("scalars", None)
-            if info.p.requires_grad or info.state["started"]:  # only a step without it frees them
+            if (
+                info.p.requires_grad or info.state["initialized"]
+            ):  # only a step without it frees them
                 self._place_buffers(info)
             else:
                 self._release(info)
@@ -254,7 +257,7 @@ class BaseOptimizer(Optimizer, ABC):
         """Free the buffers of a frozen parameter, which starts over if it is unfrozen."""
         for name in self._buffer_names:
             info.state.pop(name, None)
-        info.state["started"], info.layout, info.key = 0, None, None
+        info.state["initialized"], info.layout, info.key = 0, None, None
 
     def _refresh(self) -> None:
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
@@ -278,27 +281,27 @@ class BaseOptimizer(Optimizer, ABC):
             or self._shared_table.tensor.device != self._state_owner.device
         ):
             self._shared_state = scalars
-            self._adopt_parameters()
+            self._rebuild()
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
         """Sort the parameters that take part in a pass into groups, without their buffers.
 
         A parameter waits for its first gradient; one that was frozen loses its buffers. If
-        `missing_is_zero`, one that has started takes part without a gradient too.
+        `missing_is_zero`, one that has had a gradient takes part without one too.
         """
         self._refresh()
         groups: dict[Any, TensorGroup] = {}
         traced = torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
         for info in self._infos:
             p, state = info.p, info.state
-            g, started = p.grad, state["started"]
+            g, is_initialized = p.grad, state["initialized"]
             if not p.requires_grad:
-                if started:
+                if is_initialized:
                     self._release(info)
                     self._tensor_table.reset(info.index)
                 continue
             if g is None:
-                if not (missing_is_zero and started):
+                if not (missing_is_zero and is_initialized):
                     continue
                 g = torch.zeros_like(p)
             if g.layout != torch.strided:
@@ -307,7 +310,7 @@ class BaseOptimizer(Optimizer, ABC):
             x_strides, g_strides = p.is_contiguous() or p.stride(), g.is_contiguous() or g.stride()
             key = p.device, p.dtype, p.shape, x_strides, g.dtype, g_strides, traced
             if key != info.key:
-                self._prepare(info, g, key)
+                self._choose_backend(info, g, key)
             if info.kernels is None:
                 continue  # it has no elements
             if traced or g.is_neg():  # cheaper than the call below; it cannot be traced
@@ -316,18 +319,18 @@ class BaseOptimizer(Optimizer, ABC):
                 x = p
             else:
                 x, g, state = self._local_tensors(info, g)
-            group = groups.get((info.group_key, started))
-            if group is None:
-                group = TensorGroup(info.param_group, info.kernels, x.device, info.process_groups)
-                group.is_new = not started
-                groups[info.group_key, started] = group
-            group.indices.append(info.index)
-            group.params.append(x)
-            group.grads.append(g)
-            group.states.append(state)
+            tensors = groups.get((info.group_key, is_initialized))
+            if tensors is None:
+                tensors = TensorGroup(info.param_group, info.kernels, x.device, info.process_groups)
+                tensors.is_new = not is_initialized
+                groups[info.group_key, is_initialized] = tensors
+            tensors.indices.append(info.index)
+            tensors.params.append(x)
+            tensors.grads.append(g)
+            tensors.states.append(state)
         return list(groups.values())
 
-    def _prepare(self, info: ParamInfo, g: Tensor, key: tuple[Any, ...]) -> None:
+    def _choose_backend(self, info: ParamInfo, g: Tensor, key: tuple[Any, ...]) -> None:
         """Place a parameter's buffers if it has changed, and choose its backend."""
         p = info.p
         if g.shape != p.shape:
@@ -347,9 +350,8 @@ class BaseOptimizer(Optimizer, ABC):
             info.kernels = choose_kernels(tensors, info.param_group.get("foreach"))
         # If the options are per tensor, param groups share a pass.
         param_group = 0 if self._tensor_initial else id(info.param_group)
-        kernels, groups = info.kernels.__name__, info.process_groups
-        group_key = param_group, kernels, x.device, x.dtype, g.dtype, groups
-        info.group_key = self._group_keys.setdefault(group_key, len(self._group_keys))
+        kind = info.kernels.__name__, x.device, x.dtype, g.dtype, info.process_groups
+        info.group_key = self._group_keys.setdefault((param_group, kind), len(self._group_keys))
 
     def _local_tensors(self, info: ParamInfo, g: Tensor) -> tuple[Tensor, Tensor, State]:
         """Return the local parameter, gradient and buffers, contiguous unless there are gaps."""
@@ -361,9 +363,9 @@ class BaseOptimizer(Optimizer, ABC):
                 buffers[name] = buffer.permute(order)
         return x.permute(order), local_gradient(info.p, g).permute(order).contiguous(), buffers
 
-    def _mark_started(self, groups: list[TensorGroup]) -> None:
-        for index in (index for group in groups if group.is_new for index in group.indices):
-            self._infos[index].state["started"] = 1
+    def _mark_initialized(self, groups: list[TensorGroup]) -> None:
+        for index in (index for tensors in groups if tensors.is_new for index in tensors.indices):
+            self._infos[index].state["initialized"] = 1
 
     def reset(self) -> None:
         """Start over: the state is as after construction, with the parameters as they are."""
@@ -373,7 +375,7 @@ class BaseOptimizer(Optimizer, ABC):
         self.state.clear()
         self._shared_state, self._skips_reported, self._skips_on_host = {}, 0.0, None
         self.generation += 1
-        self._adopt_parameters()
+        self._rebuild()
 
     # -- checkpoints and copies ------------------------------------------------------------------
 
@@ -422,7 +424,7 @@ class BaseOptimizer(Optimizer, ABC):
             self._shared_state = _checkpoint.copied(_checkpoint.scalars_of(saved))
             self._skips_reported, self._skips_on_host = float(self._shared_state["skipped"]), None
             self.generation += 1
-            self._adopt_parameters()
+            self._rebuild()
 
         hooks = (
             self.register_load_state_dict_pre_hook(check),  # after the user's own
@@ -445,4 +447,4 @@ class BaseOptimizer(Optimizer, ABC):
         super().__setstate__(state)
         if "_shared_state" in state:  # a copy; torch's loader calls this too
             self._pass_hooks = OrderedDict()
-            self._adopt_parameters()
+            self._rebuild()

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from stormplus.torch._tensors import BufferKind, State
 
-FORMAT = 4
+FORMAT = 5
 _IDENTITY_SIZE = 1024  # the distributed checkpoint loads into tensors of the same size
 
 
@@ -85,7 +85,7 @@ def check_complete(
             )
     saved = entries(state_dict)
     evaluations = int(scalars_of(state_dict)["grad_evaluations"])
-    if evaluations and not any(entry.get("started") for entry in saved):
+    if evaluations and not any(entry.get("initialized") for entry in saved):
         raise ValueError(
             "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
             "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"

@@ -119,8 +119,8 @@ NO_LR = (
 )
 
 
-def without_lr(init: Callable[..., None]) -> Callable[..., None]:
-    """Let a constructor say what to do instead of passing a learning rate."""
+def reject_lr(init: Callable[..., None]) -> Callable[..., None]:
+    """Let a constructor raise for a learning rate, with what to do instead."""
 
     @functools.wraps(init)
     def checked(self: Any, *args: Any, **kwargs: Any) -> None:

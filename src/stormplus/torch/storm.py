@@ -164,8 +164,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     def _move(self) -> None:
         """Move x by -lr eta d / unit, with eta from the last sample, and subtract g~ from d."""
         self._notify("before_move")
-        groups = [group for group in self._tensor_groups() if not group.is_new]
-        skip = self._find_nonfinite(groups)
+        groups = [tensors for tensors in self._tensor_groups() if not tensors.is_new]
+        skip = self._check_gradients(groups)
         if self._check_finite and not self._shared_table.on_host:
             # `estimate` skips the same sample.
             self._shared_table.rows["skip"].fill_(0.0 if skip is None else skip)
@@ -173,14 +173,14 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         eta = scalars["step_size"]
         eta_over_unit = eta / self._nonzero_unit(scalars["unit"])  # beyond the paper: the unit
         # Beyond the paper: lr, "initial step-size" in its experiments and 1 in its analysis.
-        rates = [_learning_rate(group.param_group, eta) for group in groups]  # may raise
+        rates = [_learning_rate(tensors.param_group, eta) for tensors in groups]  # may raise
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        for group, lr in zip(groups, rates):  # Alg. 1, line 4, and the bracket of line 6
-            if group.param_group["decoupled_weight_decay"]:
-                _decay_decoupled(group, lr * eta * group.param_group["weight_decay"], skip)
+        for tensors, lr in zip(groups, rates):  # Alg. 1, line 4, and the bracket of line 6
+            if tensors.param_group["decoupled_weight_decay"]:
+                _decay_decoupled(tensors, lr * eta * tensors.param_group["weight_decay"], skip)
             alpha = lr * eta_over_unit
-            group.kernels.move(
-                group, _to_device(alpha, group.device), _to_device(skip, group.device)
+            tensors.kernels.move(
+                tensors, _to_device(alpha, tensors.device), _to_device(skip, tensors.device)
             )
         # The second evaluation must not use weights that autocast has cast before the move.
         torch.clear_autocast_cache()
@@ -201,16 +201,16 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if self._check_finite and not on_host:
             skip = (scalars["skip"] > 0) & (phase == PENDING)
         norms = []
-        for group in groups:  # Alg. 1, line 6, or line 1
-            squares = group.kernels.estimate(
-                group,
-                _to_device(one_minus_a, group.device),
-                first=phase == START or group.is_new,
+        for tensors in groups:  # Alg. 1, line 6, or line 1
+            squares = tensors.kernels.estimate(
+                tensors,
+                _to_device(one_minus_a, tensors.device),
+                first=phase == START or tensors.is_new,
                 finite_only=self._check_finite,
                 # New parameters take d = g from the first gradient that is there.
-                skip=None if group.is_new else _to_device(skip, group.device),
+                skip=None if tensors.is_new else _to_device(skip, tensors.device),
             )
-            norms.append((group.process_groups, squares))
+            norms.append((tensors.process_groups, squares))
         totals = self._total(norms, agree=self._check_finite)
         g_sq, d_sq = totals.tolist() if on_host else totals
         try:
@@ -224,12 +224,12 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             for name, value in new.items():
                 self._shared_table.rows[name][0] = value
         elif self._check_finite:
-            for group in groups:
-                if phase == PENDING and not group.is_new:
-                    plain.undo_estimate(group, one_minus_a)
+            for tensors in groups:
+                if phase == PENDING and not tensors.is_new:
+                    plain.undo_estimate(tensors, one_minus_a)
             self._shared_state["phase"] = phase
             self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
-        self._mark_started(groups)
+        self._mark_initialized(groups)
         self._shared_state["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
         self._notify("after_estimate")
@@ -241,9 +241,9 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         d = g then. From then on a missing gradient is a gradient of zero.
         """
         groups = self._collect(missing_is_zero=True)
-        for group in groups:
-            group.sign, group.l2 = _sign_and_l2(group.param_group)
-            group.estimators = [state["estimator"] for state in group.states]
+        for tensors in groups:
+            tensors.sign, tensors.l2 = _sign_and_l2(tensors.param_group)
+            tensors.estimators = [state["estimator"] for state in tensors.states]
         with_grad = [p for p in self.parameters() if p.requires_grad and p.grad is not None]
         if not (groups and with_grad):
             self._notify("failed")
@@ -360,7 +360,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     def has_estimator(self, p: Tensor) -> bool:
         """Return whether a parameter takes part: it is trainable and has had a gradient."""
-        return p.requires_grad and bool(self.state.get(p, {}).get("started"))
+        return p.requires_grad and bool(self.state.get(p, {}).get("initialized"))
 
     # -- what the base class needs ---------------------------------------------------------------
 
@@ -429,16 +429,16 @@ def _sign_and_l2(param_group: dict[str, Any]) -> tuple[float, float]:
     return -1.0 if param_group["maximize"] else 1.0, l2
 
 
-def _decay_decoupled(group: TensorGroup, decay: Number, skip: Tensor | None) -> None:
+def _decay_decoupled(tensors: TensorGroup, decay: Number, skip: Tensor | None) -> None:
     """Beyond the paper: x <- (1 - lr eta weight_decay) x, decoupled as AdamW's."""
     if not isinstance(decay, Tensor):
-        torch._foreach_mul_(group.params, 1 - decay)
+        torch._foreach_mul_(tensors.params, 1 - decay)
         return
     if skip is not None:
         decay = torch.where(skip, 0, decay)
     # In half precision 1 - decay would be 1.
-    decayed = torch._foreach_mul(group.params, decay.to(group.params[0], non_blocking=True))
-    torch._foreach_sub_(group.params, decayed)
+    decayed = torch._foreach_mul(tensors.params, decay.to(tensors.params[0], non_blocking=True))
+    torch._foreach_sub_(tensors.params, decayed)
 
 
 def _to_device(number: Number | None, device: torch.device) -> Any:

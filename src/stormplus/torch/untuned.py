@@ -17,7 +17,7 @@ from torch import Tensor
 
 from stormplus import untuned_rule as rule
 from stormplus.torch._average import AveragedOptimizer
-from stormplus.torch._checks import NO_LR, check_number, parameter_name, warn, without_lr
+from stormplus.torch._checks import NO_LR, check_number, parameter_name, reject_lr, warn
 from stormplus.torch._tensors import Numbers, State, TensorGroup
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
@@ -91,7 +91,7 @@ class Untuned(AveragedOptimizer):
     _copied_names = ("_state_dtype", "_compared", "_lr_checked")
     _step_supports_amp_scaling = True  # GradScaler sets `grad_scale` and `found_inf` around step()
 
-    @without_lr
+    @reject_lr
     def __init__(
         self,
         params: Any,
@@ -135,12 +135,12 @@ class Untuned(AveragedOptimizer):
     def _tensor_groups(self) -> list[TensorGroup]:
         """Sort the parameters that have a gradient by backend, device, dtype and shards."""
         groups = self._collect(missing_is_zero=False)
-        for group in groups:
-            group.z_minus_x = [state["z_minus_x"] for state in group.states]
-            group.grad_rms = [state["grad_rms"] for state in group.states]
-            group.initial_sample = [state["initial_sample"] for state in group.states]
-            group.masters = [state["master"] for state in group.states if "master" in state]
-            group.coordinates = [self._infos[i].coordinates for i in group.indices]
+        for tensors in groups:
+            tensors.z_minus_x = [state["z_minus_x"] for state in tensors.states]
+            tensors.grad_rms = [state["grad_rms"] for state in tensors.states]
+            tensors.initial_sample = [state["initial_sample"] for state in tensors.states]
+            tensors.masters = [state["master"] for state in tensors.states if "master" in state]
+            tensors.coordinates = [self._infos[i].coordinates for i in tensors.indices]
         return groups
 
     def _update(self, groups: list[TensorGroup]) -> None:
@@ -150,7 +150,7 @@ class Untuned(AveragedOptimizer):
         rows, xp = table.rows, table.xp
         if skip is not None and table.on_host:
             return  # GradScaler has found an overflow
-        new_groups = [group for group in groups if group.is_new]
+        new_groups = [tensors for tensors in groups if tensors.is_new]
         if new_groups:
             self._start(new_groups)
         if self._compared != self.generation:
@@ -214,12 +214,12 @@ class Untuned(AveragedOptimizer):
     ) -> tuple[Numbers, Numbers]:
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._tensor_table, []
-        for group in groups:
-            index, _ = table.index_and_mask(group.indices)
-            group_coefficients = coefficients.of(index, group.device)
-            flag = skip if skip is None else skip.to(group.device)
-            sums = group.kernels.untuned_step(group, group_coefficients, flag)
-            parts.append((group.process_groups, table.scatter(sums, group.indices)))
+        for tensors in groups:
+            index, _ = table.index_and_mask(tensors.indices)
+            group_coefficients = coefficients.of(index, tensors.device)
+            flag = skip if skip is None else skip.to(tensors.device)
+            sums = tensors.kernels.untuned_step(tensors, group_coefficients, flag)
+            parts.append((tensors.process_groups, table.scatter(sums, tensors.indices)))
         u_sq, displacement_sq = self._total(parts)
         return u_sq, displacement_sq
 
@@ -233,7 +233,7 @@ class Untuned(AveragedOptimizer):
         if scale is not None:
             scale = float(scale) if on_host else scale.to(like, non_blocking=True).reshape(())
         if found_inf is None:
-            return self._find_nonfinite(groups), scale
+            return self._check_gradients(groups), scale
         self._raise_if_skipped()
         if on_host:
             return (found_inf if bool(found_inf) else None), scale
