@@ -142,6 +142,8 @@ def test_a_table_has_all_digits_in_csv_and_blanks_where_there_is_no_pair():
     assert "\ngrad\\_norm \\\\\n" in observer.table("latex", ["grad_norm"])
     with pytest.raises(ValueError, match="style must be 'csv', 'markdown' or 'latex', got 'html'"):
         observer.table("html")
+    with pytest.raises(ValueError, match=r"columns must be among .*step.*; got \['stp'\]"):
+        observer.table(columns=["stp"])
 
 
 # Torch.

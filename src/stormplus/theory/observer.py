@@ -119,7 +119,9 @@ class Observer:
         self._check_rows()
         if style not in STYLES:
             raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
-        names = list(columns or self.latest)
+        names, known = list(columns or self.latest), {name for row in self.rows for name in row}
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"columns must be among {', '.join(sorted(known))}; got {unknown}")
         digits = "" if style == "csv" else ".4g"
         rows = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
         if style == "markdown":
