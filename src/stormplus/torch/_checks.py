@@ -127,7 +127,7 @@ def reject_lr(init: Callable[..., None]) -> Callable[..., None]:
         if len(args) > 1:
             raise TypeError(f"Untuned() accepts only params positionally; {NO_LR}")
         if {"lr", "learning_rate"} & kwargs.keys():
-            raise TypeError(NO_LR)
+            raise TypeError(f"{NO_LR}. A trainer that passes one needs stormplus.integrations")
         init(self, *args, **kwargs)
 
     return checked
