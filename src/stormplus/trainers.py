@@ -86,6 +86,13 @@ def _check_paired(opt: Any) -> None:
                 "GradScaler.step does not unscale the gradients of a closure: call "
                 "stormplus.scaled_step(opt, scaler, closure, model) instead"
             )
+        if module == "skorch.net":
+            warnings.warn(
+                "without the mixin the second evaluation moves running statistics, as BatchNorm's, "
+                "again: put StormPlusNetMixin, from stormplus.integrations.skorch, before the net",
+                stacklevel=3,
+            )
+            return
         if module.startswith(("lightning.pytorch.", "pytorch_lightning.")):
             accumulated = getattr(frame.f_locals.get("trainer"), "accumulate_grad_batches", 1)
             if accumulated > 1:

@@ -39,6 +39,14 @@ def test_the_mixin_sets_the_papers_lr_and_takes_any_of_the_optimizers():
     assert (twin.optimizer, twin.lr) == (SimplifiedStormPlus, 0.1)
 
 
+def test_a_net_without_the_mixin_warns_once_that_statistics_move_twice():
+    net = NeuralNet(torch.nn.Linear, torch.nn.MSELoss, optimizer=StormPlus, lr=1.0, max_epochs=1)
+    net.set_params(module__in_features=3, module__out_features=1, train_split=None, verbose=0)
+    with pytest.warns(UserWarning, match="StormPlusNetMixin") as caught:
+        net.fit(torch.ones(8, 3), torch.ones(8, 1))
+    assert len(caught) == 1
+
+
 def test_checkpoints_and_load_init_state_continue_the_run(tmp_path):
     first, last = (Checkpoint(monitor=None, dirname=tmp_path) for _ in range(2))
     start = fit(("save", first), epochs=1)

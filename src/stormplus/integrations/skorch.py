@@ -11,6 +11,7 @@ from torch import nn
 from stormplus.integrations._write_detector import record_versions, restart_if_written
 from stormplus.integrations.untuned import Average, ignore_lr
 from stormplus.torch import BaseOptimizer, PairedOptimizer, StormPlus, Untuned, same_sample
+from stormplus.trainers import managed
 
 
 class StormPlusNetMixin:
@@ -90,6 +91,7 @@ class StormPlusNetMixin:
             )
         parts = [getattr(self, name + "_") for name in (*self._modules, *self._criteria)]
         model = nn.ModuleList([part for part in parts if isinstance(part, nn.Module)])
+        managed.add(opt)
         restart_if_written(opt)
         opt.step(same_sample(opt, model)(step_fn))
         record_versions(opt)
