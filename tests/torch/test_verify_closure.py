@@ -1,11 +1,14 @@
 """verify_closure: what it accepts, and what it says of closures that are not one sample."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
 from stormplus import StormPlus, verify_closure
+from tests.torch.optimizers import assert_same
 
 GENERATOR = torch.Generator()
 
@@ -86,3 +89,16 @@ def test_a_closure_that_is_not_one_sample_is_refused(name):
     run, message = BAD[name]
     with pytest.raises(RuntimeError, match=message):
         verify_closure(run.opt, run)
+
+
+def test_running_statistics_are_left_as_they_were():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    opt, x = StormPlus(model.parameters()), torch.randn(8, 3)
+    before = copy.deepcopy(model.state_dict())
+
+    def closure():
+        opt.zero_grad()
+        model(x).square().mean().backward()
+
+    verify_closure(opt, closure, model)
+    assert_same(model.state_dict(), before)

@@ -196,22 +196,28 @@ class _OverflowProbe:
         self.overflow = getattr(self, "found_inf", False)  # a disabled scaler does not set it
 
 
-def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: float = 1e-4) -> None:
-    """Evaluate the closure twice at the present point; raise if the gradients differ.
+def verify_closure(
+    opt: PairedOptimizer,
+    closure: Callable[[], Any],
+    model: nn.Module | None = None,
+    *,
+    rtol: float = 1e-4,
+) -> None:
+    """Evaluate the closure twice at the current point; raise if the gradients differ.
 
-    Parameters, gradients and random streams are left as they were. Running statistics
-    (BatchNorm) are not: they see the sample twice.
+    Parameters, gradients, random streams and the model's buffers are left as they were.
 
     Args:
         opt: The optimizer that will call the closure; its `replay_rng` is honoured.
         closure: As for `opt.step`.
+        model: The model, if it has running statistics, as BatchNorm has.
         rtol: How much a gradient may differ, relative to its norm.
     """
     _require_pairs(opt, "verify_closure")
     params = [p for p in opt.parameters() if p.requires_grad]
     before = [p.grad for p in params]
     with pair_lock():
-        streams = opt.random_streams()
+        streams, statistics = opt.random_streams(), BufferSnapshot(model)
         try:
             for p in params:
                 p.grad = None
@@ -226,6 +232,7 @@ def verify_closure(opt: PairedOptimizer, closure: Callable[[], Any], *, rtol: fl
                 _compare(parameter_name(opt.param_groups, p), g, p.grad, rtol)
         finally:
             streams.rewind()
+            statistics.restore()
             for p, grad in zip(params, before):
                 p.grad = grad
 
