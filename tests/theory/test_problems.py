@@ -15,7 +15,7 @@ def planted_nmf(shape=(20, 60), rank=3, batch_size=16):
     rows, columns = shape
     w = rng.uniform(0.5, 1.5, (rows, rank)) * (np.arange(rows)[:, None] % rank == np.arange(rank))
     h = rng.uniform(0.5, 1.5, (rank, columns)) * (rng.random((rank, columns)) < 0.5)
-    return problems.NonNegativeFactorisation(w @ h, rank, batch_size=batch_size), w, h
+    return problems.NonNegativeFactorization(w @ h, rank, batch_size=batch_size), w, h
 
 
 def planted_completion(shape=(40, 50), rank=3):
@@ -165,7 +165,7 @@ def test_robust_regression_recovers_coefficients_that_least_squares_misses():
         (lambda: problems.NonConvexLogistic(np.ones((2, 2)), [0, 1]), "targets must be -1 or 1"),
         (lambda: problems.RobustRegression(np.ones((2, 2)), [1.0]), "one number per row"),
         (lambda: problems.PhaseRetrieval(np.ones((2, 2)), [1.0, -1.0]), "must not be negative"),
-        (lambda: problems.NonNegativeFactorisation(-np.ones((2, 2)), 1), "no negative entry"),
+        (lambda: problems.NonNegativeFactorization(-np.ones((2, 2)), 1), "no negative entry"),
         (lambda: problems.MatrixCompletion((2, 2), np.zeros((3, 2)), [1.0], 1), "one row"),
         (lambda: problems.sample_image("cat"), "'china' or 'flower', got 'cat'"),
     ],

@@ -9,7 +9,7 @@ from stormplus.theory.problems.bounded import BoundedNonConvex
 from stormplus.theory.problems.data import breast_cancer, digit_image, digits_nmf, sample_image
 from stormplus.theory.problems.factor import (
     MatrixCompletion,
-    NonNegativeFactorisation,
+    NonNegativeFactorization,
     masked_matrix,
 )
 from stormplus.theory.problems.rows import (
@@ -22,7 +22,7 @@ from stormplus.theory.problems.rows import (
 
 __all__ = [
     "BoundedNonConvex", "Constants", "FiniteSum", "MatrixCompletion", "NonConvexLogistic",
-    "NonNegativeFactorisation", "Objective", "PhaseRetrieval", "RobustRegression", "breast_cancer",
+    "NonNegativeFactorization", "Objective", "PhaseRetrieval", "RobustRegression", "breast_cancer",
     "digit_image", "digits_nmf", "masked_matrix", "measured_image", "outlier_regression",
     "sample_image",
 ]  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 
 from stormplus.install import required
 from stormplus.theory.problems.base import Array
-from stormplus.theory.problems.factor import NonNegativeFactorisation
+from stormplus.theory.problems.factor import NonNegativeFactorization
 from stormplus.theory.problems.rows import NonConvexLogistic
 
 
@@ -49,6 +49,6 @@ def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
     return image
 
 
-def digits_nmf(*, rank: int = 10, images: int = 500) -> NonNegativeFactorisation:
+def digits_nmf(*, rank: int = 10, images: int = 500) -> NonNegativeFactorization:
     """Return NMF of the first `images` digits, one image per column."""
-    return NonNegativeFactorisation(_datasets().load_digits().data[:images].T / 16, rank)
+    return NonNegativeFactorization(_datasets().load_digits().data[:images].T / 16, rank)

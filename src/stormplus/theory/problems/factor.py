@@ -1,4 +1,4 @@
-"""Two factorisations: non-negative (NMF) and of a matrix with missing entries."""
+"""Two factorizations: non-negative (NMF) and of a matrix with missing entries."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 from stormplus.theory.problems.base import Array, FiniteSum
 
 
-class _Factorisation(FiniteSum):
+class _Factorization(FiniteSum):
     """x holds two factors with `rank` columns, one after the other. A quartic: no constants."""
 
     def __init__(
@@ -27,7 +27,7 @@ class _Factorisation(FiniteSum):
         return first.reshape(-1, self.rank), second.reshape(-1, self.rank)
 
 
-class NonNegativeFactorisation(_Factorisation):
+class NonNegativeFactorization(_Factorization):
     """V = W H with W, H >= 0; a sample is a batch of columns of V.
 
     f_j = |V_j - W h_j|^2 / (2 m), with W = U*U and H = sqrt(n) Z*Z elementwise, U and Z free. The
@@ -75,7 +75,7 @@ class NonNegativeFactorisation(_Factorisation):
         return noise
 
 
-class MatrixCompletion(_Factorisation):
+class MatrixCompletion(_Factorization):
     """M = U V^T seen at some entries only; a sample is a batch of seen entries.
 
     f_(i,j) = sqrt(m) (u_i v_j - M_ij)^2 / 2 for M with m rows. The factor keeps the norm of
