@@ -90,13 +90,13 @@ def evidence_exponent(factor: float) -> Changes:
 
 def ceiling_exponent(factor: float) -> Changes:
     """Cap r at R (1 + A)^(factor / 2), with the same E."""
-    least_agreement = untuned_rule.least_agreement
+    least_ratio = untuned_rule.least_ratio
 
     def next_evidence(scalars: Any, counts: Any, agreement: Any) -> Any:
         return scalars.evidence + counts * ((1 + agreement) ** (1 / factor) - 1) ** 2
 
     return {
-        f"{RULE}.least_agreement": lambda *args: least_agreement(*args) ** factor,
+        f"{RULE}.least_ratio": lambda *args: least_ratio(*args) ** factor,
         f"{RULE}.next_evidence": next_evidence,
     }
 
@@ -146,7 +146,7 @@ def own_agreement() -> Changes:
     def agreement(ratio: Any, walk: Any, eligible: Any, xp: Any) -> Any:
         return xp.where(walk > untuned_rule.INITIAL_WALK, ratio, 1.0).clip(1.0)
 
-    return {f"{RULE}.least_agreement": agreement}
+    return {f"{RULE}.least_ratio": agreement}
 
 
 def least_of_all() -> Changes:

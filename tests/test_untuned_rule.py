@@ -57,9 +57,9 @@ def test_the_sample_stride_is_coprime_to_the_size_and_the_sample_small(size):
         ([4], [1e20], [2], 3),
     ],
 )
-def test_the_least_agreement_by_hand(ratio, walk, axes, least):
+def test_the_least_ratio_by_hand(ratio, walk, axes, least):
     walk, eligible = np.array(walk, float) + INITIAL_WALK, np.array(rule.eligible_tensors(axes))
-    found = rule.least_agreement(np.array(ratio, float), walk, eligible, np)
+    found = rule.least_ratio(np.array(ratio, float), walk, eligible, np)
     assert found == pytest.approx(1 + least, abs=1e-13)
 
 

@@ -2,8 +2,7 @@
 
 Beyond the paper. Every function works elementwise on arrays with one entry per tensor, of NumPy,
 torch or JAX; `xp` is that library (`numpy`, `torch`, `jax.numpy`). In the formulas, r is the
-largest distance of the fast iterate z from its start so far, s a coordinate's root mean square
-gradient, and u = g / s.
+distance that sets the step size, s a coordinate's root mean square gradient, and u = g / s.
 
 NumPy takes half a microsecond per operation on arrays of a few numbers, and a tenth more if a
 constant is an integer: the formulas have few operations, and constants are floats.
@@ -41,7 +40,7 @@ class UntunedScalars(NamedTuple):
         ceiling: R, the tensor's scale. r exceeds it only while the steps agree.
         effective_steps: The steps so far, each counted as the part of the tensor that it moved.
         walk: The squared distance, in units of R^2, of a random walk with the same step sizes.
-        evidence: The sum of A squared over the effective steps; see `least_agreement`.
+        evidence: The sum of A squared over the effective steps; see `least_ratio`.
     """
 
     step: Array
@@ -106,7 +105,7 @@ def max_step_size(ceiling: Array, evidence: Array) -> Array:
 
 
 def eligible_tensors(axes: Sequence[int]) -> list[bool]:
-    """Return which tensors `least_agreement` is taken over: matrices, or all if there is none.
+    """Return which tensors `least_ratio` is taken over: matrices, or all if there is none.
 
     Args:
         axes: How many axes each tensor has; 0 for an empty one.
@@ -178,10 +177,10 @@ def grown_distance(displacement: Array, ratio: Array) -> Array:
     return displacement * ratio.clip(1.0, 2.0) ** 2
 
 
-def least_agreement(ratio: Array, walk: Array, eligible: Array, xp: Library) -> Array:
-    """Return how well the steps so far agree, in the tensor where they agree least: 1 + A.
+def least_ratio(ratio: Array, walk: Array, eligible: Array, xp: Library) -> Array:
+    """Return 1 + A: the smallest `displacement_ratio`, at least 1.
 
-    This is the smallest `displacement_ratio`, at least 1.
+    A says how well the steps so far agree, in the tensor where they agree least.
 
     One number for all tensors: under softmax the last layer drifts along a direction that no loss
     depends on, which looks like agreement, while the layers below it see nothing but noise.
@@ -232,7 +231,7 @@ def after_step(
     weight = mean_square.clip(max=1.0)
     walk = scalars.walk + (alpha / ceiling) ** 2 * mean_square
     ratio = displacement_ratio(displacement / ceiling, walk)
-    least = least_agreement(ratio, walk, eligible, xp)  # 1 + A
+    least = least_ratio(ratio, walk, eligible, xp)
     return UntunedScalars(
         step=scalars.step + 1.0,
         step_size=step_size,
