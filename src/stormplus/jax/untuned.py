@@ -124,16 +124,16 @@ def untuned(
     in each coordinate:
 
         s^2  <- mean of g^2 over about the last third of the run
-        z    <- z - (r / sqrt(t)) g / s                                 the fast iterate
+        z    <- z - clip(eta g / s, -r, r)                              the fast iterate
         x    <- mean of z over about the last tenth of the run          the average
         y     = 0.1 z + 0.9 x                                           the parameters
         r    <- min(max(r, k RMS of z - z_1), R sqrt(1 + A))            starts at R / 200
 
     R is the leaf's root mean square at the start, or 1 / sqrt(inputs per output) if that is
     larger. k is 1, and up to 4 while the steps of the leaf agree. A is 0 unless the steps so far
-    agree in every matrix. No step is larger than (1 + E) R / 60, where E is the sum of A^2 over
-    the steps so far. A leaf has the shape (..., inputs, outputs), as JAX's layers have it. See
-    docs/untuned-rule.md.
+    agree in every matrix. eta is r / sqrt(t), but at most (1 + E) R / 60, where E is the sum of
+    A^2 over the steps so far. A leaf has the shape (..., inputs, outputs), as JAX's layers have it.
+    See docs/untuned-rule.md.
 
     This is an ordinary transformation, `tx.update(grads, state, params)`; in a chain it must be
     the last. Gradients are evaluated at y; `averaged(state, params)` is what to validate and to
@@ -142,9 +142,9 @@ def untuned(
     `skipped`.
 
     Args:
-        weight_decay: Decoupled: each step multiplies the weights by 1 - weight_decay * step size;
-            leaves that start above their natural scale decay less. A number, or a tree of numbers
-            like the parameters or a prefix of their tree.
+        weight_decay: Decoupled, as AdamW's: each step also multiplies z by
+            1 - weight_decay * eta / (R sqrt(inputs per output)), so that all leaves decay alike. A
+            number, or a tree of numbers like the parameters or a prefix of their tree.
         maximize: Ascend: the gradients change sign, the weight decay does not.
         factor: Multiplies the steps: a number, or a schedule, which is a function of the number
             of previous moves; or a tree of these, like the parameters or a prefix of their tree.

@@ -56,8 +56,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     `opt.step(closure)` takes one sample, on which it calls the closure twice (on the first step
     once). A subclass only sets `rule`.
 
-    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
-    which skips the sample without waiting, one step late.
+    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on an
+    accelerator, which skips the sample without waiting, one step late.
 
     Pass hooks get "before_move" (`.grad` holds g~), "after_move", "before_estimate" (`.grad` holds
     g), "after_estimate", "failed" (a pass has changed nothing) and "restarted".

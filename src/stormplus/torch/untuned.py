@@ -39,15 +39,15 @@ class Untuned(AveragedOptimizer):
     Every tensor has a distance r and a scale R; with g the gradient, in each coordinate:
 
         s^2  <- mean of g^2 over about the last third of the run        RMS gradient
-        z    <- z - (r / sqrt(t)) g / s                                 fast iterate
+        z    <- z - clip(eta g / s, -r, r)                              fast iterate
         x    <- mean of z over about the last tenth of the run          average
         y     = 0.1 z + 0.9 x                                           parameters
         r    <- min(max(r, k RMS(z - z_1)), R sqrt(1 + A))              starts at R / 200
 
     R is the tensor's root mean square at the start, or 1 / sqrt(inputs per output) if that is
     larger. k is 1, and up to 4 while the steps of the tensor agree. A is 0 unless the steps so far
-    agree in every matrix of the model. No step is larger than (1 + E) R / 60, where E is the sum
-    of A^2 over the steps so far. See docs/untuned-rule.md.
+    agree in every matrix of the model. eta is r / sqrt(t), but at most (1 + E) R / 60, where E is
+    the sum of A^2 over the steps so far. See docs/untuned-rule.md.
 
     Call `opt.eval()` before you validate or save a model: it puts the average x into the
     parameters; `opt.train()` puts the iterate back. If the model has BatchNorm, call
@@ -55,15 +55,15 @@ class Untuned(AveragedOptimizer):
     `lr`, 1.0, which a scheduler may multiply, and `factor`, 1.0, which you may lower to slow its
     layers down; both multiply the step.
 
-    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on a device,
-    which skips the step without waiting, one step late. Pass hooks (`register_pass_hook`) get
-    "before_step", "after_step" and "failed" (nothing has moved).
+    A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on an
+    accelerator, which skips the step without waiting, one step late. Pass hooks
+    (`register_pass_hook`) get "before_step", "after_step" and "failed" (nothing has moved).
 
     Args:
         params: Parameters, parameter groups, or `named_parameters()`. A group may have its own
             `weight_decay`, `maximize` and `factor`.
-        weight_decay: Decoupled: each step multiplies the weights by 1 - weight_decay * step size
-            (less for tensors that start above their natural scale).
+        weight_decay: Decoupled, as AdamW's: each step also multiplies z by
+            1 - weight_decay * eta / (R sqrt(inputs per output)), so that all tensors decay alike.
         maximize: Maximize the objective instead.
         state_dtype: torch.bfloat16 keeps the two buffers in 16 bits, stochastically rounded so that
             small changes count in the mean: half the memory. None: the parameters' precision.
@@ -162,8 +162,7 @@ class Untuned(AveragedOptimizer):
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
         with np.errstate(all="ignore") if table.on_host else nullcontext():
             eta = rule.next_step_size(scalars, xp)
-            # Both at once: the sum is finite if and only if both are, or it overflows.
-            skip = self._check_parameters(rows["displacement"] + eta, has_grad, skip)
+            skip = self._check_parameters(rows["displacement"], eta, has_grad, skip)
             coefficients = self._coefficients(scalars, eta, options, grad_scale)
             u_sq, displacement_sq = self._run_passes(groups, coefficients, skip)
             displacement = (displacement_sq / rows["sample_count"]) ** 0.5
@@ -178,12 +177,12 @@ class Untuned(AveragedOptimizer):
                 eligible=options.eligible,
                 xp=xp,
             )
-        taken = None if skip is None else ~skip
-        mask = has_grad if taken is None else taken if has_grad is None else has_grad & taken
-        table.write(new.to_rows() | {"displacement": displacement}, mask)
-        self._shared_table.rows["grad_evaluations"] += 1.0 if taken is None else taken
+        mask = has_grad
         if skip is not None:
+            mask = ~skip if has_grad is None else has_grad & ~skip
             self._count_skip(skip)
+        table.write(new.to_rows() | {"displacement": displacement}, mask)
+        self._shared_table.rows["grad_evaluations"] += 1.0 if skip is None else ~skip
 
     def _coefficients(
         self,
@@ -240,13 +239,14 @@ class Untuned(AveragedOptimizer):
         return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
 
     def _check_parameters(
-        self, displacement_plus_eta: Numbers, has_grad: Any, skip: Tensor | None
+        self, displacement: Numbers, eta: Numbers, has_grad: Any, skip: Tensor | None
     ) -> Tensor | None:
         """Raise, or on a device add to the flag, if a tensor is not finite or too far away."""
         on_host = self._tensor_table.on_host
         if not self._check_finite or (skip is None and not on_host):
             return skip
-        nonfinite = ~self._tensor_table.xp.isfinite(displacement_plus_eta)
+        # The sum is finite if both are; only at the end of the range it may overflow.
+        nonfinite = ~self._tensor_table.xp.isfinite(displacement + eta)
         if has_grad is not None:
             nonfinite &= has_grad
         if not on_host:
