@@ -1,7 +1,7 @@
 """Accelerate: `prepare` in place of `accelerator.prepare`.
 
 Accelerate drops a closure whenever gradients are not synchronized, and in fp16 passes it to
-`scaler.step`, which cannot use it. After `prepare`, `step` is exact or raises.
+`scaler.step`, which cannot use it. `prepare` makes `step` exact, or raise.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
     """Accelerate's wrapper around a paired optimizer, as `prepare` returns it."""
 
     model: nn.Module | None
+    _warned = False
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, max_grad_norm: float | None = None
@@ -50,7 +51,8 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
             return opt.step()  # raises, and says what to write
         if not self.gradient_state.sync_gradients:
             raise RuntimeError(f"Accelerate would silently drop this closure: {ACCUMULATE}")
-        if max_grad_norm is not None:
+        if max_grad_norm is not None and not self._warned:
+            self._warned = True
             warnings.warn(f"max_grad_norm={max_grad_norm:g} {CLIPPING}", stacklevel=2)
 
         def clip() -> None:
@@ -71,7 +73,7 @@ class StormPlusAcceleratedOptimizer(AcceleratedOptimizer):  # type: ignore[misc,
 
 
 def prepare(accelerator: Accelerator, *objects: Any, recalibrate_batches: int = 0) -> Any:
-    """Call `accelerator.prepare`, make `step` of paired optimizers exact, and average `Untuned`.
+    """Call `accelerator.prepare`, and make `step` of paired optimizers exact.
 
     The model of an `Untuned` holds the iterate when it is called in train mode, and the average
     when it is called in eval mode or saved; `model.train()` and `model.eval()` are enough.

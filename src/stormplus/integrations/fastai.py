@@ -21,7 +21,7 @@ with required("fastai"):
     from fastai.callback.fp16 import AMPMode, MixedPrecision
     from fastai.optimizer import OptimWrapper
 
-# By name, because `fastai.distributed` cannot be imported without accelerate.
+# fastai's callbacks by name: `fastai.distributed` cannot be imported without accelerate.
 _OWN_LOOP = "train in your own loop with DistributedDataParallel, as in examples/ddp.py"
 _REFUSED = {
     "GradientAccumulation": "use larger batches, or split them in the model's forward",
@@ -48,6 +48,7 @@ class OptimizerWrapper(OptimWrapper):
     opt: BaseOptimizer
 
     def __init__(self, *args: Any, opt: Any, lr: float, **kwargs: Any) -> None:
+        self._warned: set[str] = set()
         rate = {} if opt is Untuned else {"lr": lr}
         super().__init__(*args, opt=opt, **rate, **kwargs)
 
@@ -63,13 +64,16 @@ class OptimizerWrapper(OptimWrapper):
     def _set_hyper(self, k: str, v: Any) -> None:
         """Set a hyper-parameter; ignore the momentum, and the rate of `Untuned`, with a warning."""
         if k == "mom":
-            message = "schedules of a momentum are ignored: the optimizer sets its own"
-            warnings.warn(message, stacklevel=2)
+            self._warn_once("schedules of a momentum are ignored: the optimizer sets its own")
         elif k != "lr" or not isinstance(self.opt, Untuned):
             super()._set_hyper(k, v)
         elif any(value != 1.0 for value in v):
-            message = "learning rates and their schedules are ignored by Untuned"
-            warnings.warn(message, stacklevel=2)
+            self._warn_once("learning rates and their schedules are ignored by Untuned")
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            warnings.warn(message, stacklevel=4)
 
 
 class StormPlusCallback(Callback):
