@@ -33,13 +33,10 @@ def check_unit(unit: Any) -> float | str:
     """Return the unit of the gradient: "first", or a positive number with a finite square."""
     if isinstance(unit, str) and unit == "first":
         return unit
-    is_number = isinstance(unit, Real) and not isinstance(unit, bool)
-    # Norms are divided by the square.
-    if not is_number or unit <= 0 or not 0 < float(unit) * float(unit) < math.inf:
-        raise ValueError(
-            f"unit must be a positive finite number or 'first', got {unit!r}; its square must be "
-            "positive and finite too"
-        )
+    if isinstance(unit, bool) or not isinstance(unit, Real) or not 0 < float(unit) < math.inf:
+        raise ValueError(f"unit must be a positive finite number or 'first', got {unit!r}")
+    if not 0 < float(unit) * float(unit) < math.inf:  # by which norms are divided
+        raise ValueError(f"the square of unit must be positive and finite, got {unit!r}")
     return float(unit)
 
 
