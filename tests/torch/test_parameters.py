@@ -210,6 +210,35 @@ def test_saving_leaves_the_buffers_of_a_parameter_with_gaps_where_they_are():
     assert opt.state[p]["z_minus_x"].data_ptr() == before
 
 
+@every
+def test_freezing_around_eval_keeps_the_addresses_of_the_numbers(case):
+    """A captured CUDA graph goes on writing to them."""
+    params = [parameter(1.0, 2.0), parameter(3.0)]
+    opt = case(params)
+    descend(case, opt, params)
+    tables = opt._shared_table.tensor, opt._tensor_table.tensor
+    for flag in (False, True):
+        for p in params:
+            p.requires_grad_(flag)
+        opt.state_dict()
+    descend(case, opt, params)
+    assert opt._shared_table.tensor is tables[0]
+    assert opt._tensor_table.tensor is tables[1]
+
+
+@every
+def test_a_frozen_parameter_may_be_emptied(case):
+    params = [parameter(1.0, 2.0), parameter(3.0)]
+    opt = case(params)
+    descend(case, opt, params)
+    params[0].requires_grad_(False)
+    params[0].data, params[0].grad = torch.empty(0, dtype=params[0].dtype), None
+    opt.state_dict()
+    before = params[1].clone()
+    case.descend(opt, params[1:], [[g] for g in noise(2, 1)])
+    assert not torch.equal(params[1], before)
+
+
 # -- dtypes of gradients -------------------------------------------------------------------------
 
 

@@ -18,9 +18,7 @@ from stormplus.torch._checks import check_group, describe_nonfinite, reject_grad
 from stormplus.torch._sharding import (
     ProcessGroups,
     SampledCoordinates,
-    local,
-    local_gradient,
-    memory_order,
+    local_tensors,
     mesh_groups,
     norm_groups,
     sum_over_processes,
@@ -41,8 +39,8 @@ class BaseOptimizer(Optimizer, ABC):
     parameter (on an accelerator, if there is one): torch's loader and its distributed checkpoint
     leave out frozen parameters, which usually come first. `generation` counts loads and resets.
 
-    `_rebuild` makes state and tables, also when parameters come, go or are frozen, which `_refresh`
-    notices. Every pass begins with `_collect`, which sorts the parameters into lists.
+    `_rebuild` makes state and tables, also when `_refresh` notices that parameters have come or
+    gone. Every pass begins with `_collect`, which sorts the parameters into `TensorGroup`s.
     """
 
     _shared_initial: ClassVar[Mapping[str, float]]  # what all parameters share, initially
@@ -148,7 +146,7 @@ class BaseOptimizer(Optimizer, ABC):
             flag: Tensor = nonfinite.to(self._shared_table.tensor.device, non_blocking=True)
             return flag
         if nonfinite:
-            self._fail_nonfinite(NOTHING_MOVED)
+            self._fail(f"{describe_nonfinite(self.param_groups)}; {NOTHING_MOVED}")
         return None
 
     def _count_skip(self, skip: Tensor) -> None:
@@ -166,9 +164,6 @@ class BaseOptimizer(Optimizer, ABC):
             pinned = count.device.type in ("cuda", "xpu")
             self._skips_on_host = torch.zeros_like(count, device="cpu", pin_memory=pinned)
         self._skips_on_host.copy_(count, non_blocking=True)
-
-    def _fail_nonfinite(self, advice: str) -> NoReturn:
-        self._fail(f"{describe_nonfinite(self.param_groups)}; {advice}")
 
     def _fail(self, message: str) -> NoReturn:
         self._notify("failed")
@@ -218,23 +213,29 @@ class BaseOptimizer(Optimizer, ABC):
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
     def _groups_now(self) -> list[Any]:
-        """Return what changes if parameters are added, removed, replaced, frozen or unfrozen."""
-        return [
-            (id(group), group.get("foreach"), [(id(p), p.requires_grad) for p in group["params"]])
-            for group in self.param_groups
-        ]
+        """Return what changes if groups or parameters are added, removed or replaced."""
+        return [id(x) for group in self.param_groups for x in (group, *group["params"])]
 
     def _place_state(self) -> None:
         """Place buffers beside trainable parameters, and `scalars` with the last of them."""
         for info in self._infos:
-            info.state.pop("scalars", None)
-            if (
-                info.p.requires_grad or info.state["initialized"]
-            ):  # only a step without it frees them
+            fits = all(
+                tuple(info.state[name].shape) == kind.shape_for(info.p)
+                for name, kind in self._buffers(info.p).items()
+                if name in info.state
+            )
+            # Only a step without a frozen parameter frees its buffers.
+            if info.p.requires_grad or (info.state["initialized"] and fits):
                 self._place_buffers(info)
-            else:
+            elif not info.state["initialized"]:
                 self._release(info)
-        # The last one on an accelerator, if there is one: a step must not wait for it.
+        self._place_scalars()
+
+    def _place_scalars(self) -> None:
+        """Put `scalars` with the last trainable parameter, on an accelerator if there is one."""
+        for info in self._infos:
+            info.state.pop("scalars", None)
+        self._trainable = [p.requires_grad for p in self.parameters()]
         params = reversed(self.parameters())
         self._state_owner = max(params, key=lambda p: (p.requires_grad, p.device.type != "cpu"))
         self.state[self._state_owner]["scalars"] = self._shared_state
@@ -249,9 +250,9 @@ class BaseOptimizer(Optimizer, ABC):
                 state[name] = kinds[name].placed(p, state.get(name))
             else:
                 state.pop(name, None)
-        if self._tensor_initial and info.layout != layout(p):
-            info.coordinates = SampledCoordinates.of(p)
         info.layout = layout(p)
+        if self._tensor_initial and info.coordinates_layout != info.layout:
+            info.coordinates, info.coordinates_layout = SampledCoordinates.of(p), info.layout
 
     def _release(self, info: ParamInfo) -> None:
         """Free the buffers of a frozen parameter, which starts over if it is unfrozen."""
@@ -275,6 +276,8 @@ class BaseOptimizer(Optimizer, ABC):
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
                 "with opt.load_state_dict()"
             )
+        if self._trainable != [p.requires_grad for p in self.parameters()]:
+            self._place_scalars()
         if (
             scalars is not self._shared_state  # Lightning copies dictionaries
             or self._groups_now() != self._known_groups
@@ -318,7 +321,7 @@ class BaseOptimizer(Optimizer, ABC):
             if info.is_ordinary:
                 x = p
             else:
-                x, g, state = self._local_tensors(info, g)
+                x, g, state = local_tensors(p, g, state, self._buffer_names)
             tensors = groups.get((info.group_key, is_initialized))
             if tensors is None:
                 tensors = TensorGroup(info.param_group, info.kernels, x.device, info.process_groups)
@@ -342,7 +345,7 @@ class BaseOptimizer(Optimizer, ABC):
         info.is_ordinary = type(p) in _ORDINARY_TYPES and not p.is_complex() and is_contiguous
         if not p.numel():
             return
-        x, g, buffers = self._local_tensors(info, g)
+        x, g, buffers = local_tensors(p, g, info.state, self._buffer_names)
         if x.device.type == "cpu" and not self._shared_table.on_host and not key[-1]:
             info.kernels = plain  # the flag to skip is on another device
         else:
@@ -352,16 +355,6 @@ class BaseOptimizer(Optimizer, ABC):
         param_group = 0 if self._tensor_initial else id(info.param_group)
         kind = info.kernels.__name__, x.device, x.dtype, g.dtype, info.process_groups
         info.group_key = self._group_keys.setdefault((param_group, kind), len(self._group_keys))
-
-    def _local_tensors(self, info: ParamInfo, g: Tensor) -> tuple[Tensor, Tensor, State]:
-        """Return the local parameter, gradient and buffers, contiguous unless there are gaps."""
-        x = local(info.p)
-        order = memory_order(x)
-        buffers = {k: local(info.state[k]) for k in self._buffer_names if k in info.state}
-        for name, buffer in buffers.items():
-            if buffer.shape == x.shape:
-                buffers[name] = buffer.permute(order)
-        return x.permute(order), local_gradient(info.p, g).permute(order).contiguous(), buffers
 
     def _mark_initialized(self, groups: list[TensorGroup]) -> None:
         for index in (index for tensors in groups if tensors.is_new for index in tensors.indices):

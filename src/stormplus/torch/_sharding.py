@@ -41,6 +41,19 @@ def local_gradient(p: Tensor, g: Tensor) -> Tensor:
     return local(g).resolve_neg()
 
 
+def local_tensors(
+    p: Tensor, g: Tensor, state: dict[str, Any], names: Sequence[str]
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Return the local parameter, gradient and buffers, contiguous unless there are gaps."""
+    x = local(p)
+    order = memory_order(x)
+    buffers = {name: local(state[name]) for name in names if name in state}
+    for name, buffer in buffers.items():
+        if buffer.shape == x.shape:
+            buffers[name] = buffer.permute(order)
+    return x.permute(order), local_gradient(p, g).permute(order).contiguous(), buffers
+
+
 def norm_groups(p: Tensor) -> ProcessGroups:
     """Return the process groups over which p's squared norm is to be summed.
 

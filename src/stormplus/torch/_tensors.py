@@ -88,6 +88,7 @@ class ParamInfo:
     process_groups: ProcessGroups
     layout: Any = None  # device, dtype, shape and strides for which its buffers were made
     coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
+    coordinates_layout: Any = None  # for which they were made
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
@@ -195,7 +196,8 @@ class ScalarTable:
         if key not in self._selections:
             if len(self._selections) > 64:
                 self._selections.clear()
-            index, mask = np.array(indices), np.isin(np.arange(width), indices)
+            here = set(indices)
+            index, mask = np.array(indices), np.array([i in here for i in range(width)])
             self._selections[key] = self.array(index), self.array(mask)
         index, mask = self._selections[key]
         return index, mask

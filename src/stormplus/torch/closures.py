@@ -205,7 +205,7 @@ def verify_closure(
 ) -> None:
     """Evaluate the closure twice at the current point; raise if the gradients differ.
 
-    Parameters, gradients, random streams and the model's buffers are left as they were.
+    Parameters, gradients, random streams and the buffers of `model` are left as they were.
 
     Args:
         opt: The optimizer that will call the closure; its `replay_rng` is honoured.

@@ -23,6 +23,7 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
+from stormplus.torch._checks import describe_nonfinite
 from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
 from stormplus.torch._tensors import (
     BufferKind,
@@ -228,7 +229,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 if phase == PENDING and not tensors.is_new:
                     plain.undo_estimate(tensors, one_minus_a)
             self._shared_state["phase"] = phase
-            self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
+            advice = _RETRY if phase == PENDING else NOTHING_MOVED
+            self._fail(f"{describe_nonfinite(self.param_groups)}; {advice}")
         self._mark_initialized(groups)
         self._shared_state["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
@@ -248,8 +250,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         if not (groups and with_grad):
             self._notify("failed")
             raise RuntimeError(
-                "no trainable parameter has a gradient: the closure must call loss.backward() "
-                "every time"
+                "no trainable parameter with elements has a gradient: the closure must call "
+                "loss.backward() every time"
             )
         return groups
 

@@ -156,7 +156,7 @@ class Untuned(AveragedOptimizer):
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
         options = self._per_tensor_options()
-        # None if all have one.
+        # `has_grad` is None if every tensor has a gradient.
         _, has_grad = table.index_and_mask([i for tensors in groups for i in tensors.indices])
         scalars = rule.UntunedScalars.from_rows(rows)
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
@@ -264,15 +264,16 @@ class Untuned(AveragedOptimizer):
         """Return the options of the groups; new arrays only if they have changed."""
         table, infos = self._tensor_table, self._infos
         by_group = [_group_options(group, table.on_host) for group in self.param_groups]
-        key, options = (by_group, table.on_host, infos), table.options.get("values")
+        trainable = [info.p.requires_grad for info in infos]
+        key, options = (by_group, table.on_host, trainable), table.options.get("values")
         if options is None or table.options["key"] != key:
             self._check_lr([lr for lr, *_ in by_group])
-            rows = [_group_options(info.param_group, table.on_host) for info in infos]
-            lr, factor, decay, sign = np.array(rows).T
-            trainable = [info.p.requires_grad and info.p.numel() > 0 for info in infos]
+            by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
+            lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
             in_reals = [info.p.ndim + info.p.is_complex() for info in infos]
-            axes = [n if is_trainable else 0 for n, is_trainable in zip(in_reals, trainable)]
-            eligible = np.array(rule.eligible_tensors(axes)) & np.array(trainable)
+            moves = [info.p.requires_grad and info.p.numel() > 0 for info in infos]
+            axes = [n if moving else 0 for n, moving in zip(in_reals, moves)]
+            eligible = np.array(rule.eligible_tensors(axes)) & np.array(moves)
             options = _PerTensorOptions(
                 lr=table.array(lr * factor),
                 weight_decay=table.array(decay.copy()),

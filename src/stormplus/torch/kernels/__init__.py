@@ -33,14 +33,13 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
     if foreach is False or not x.numel():
         return plain
     on_cpu, contiguous = x.device.type == "cpu", all(t.is_contiguous() for t in tensors)
-    # A TorchDispatchMode would not see what native and Triton kernels write, and a tensor subclass
-    # may have no memory of its own.
-    seen = compiling or torch._C._len_torch_dispatch_stack() > 0
-    if not seen and contiguous and all(t.data_ptr() for t in tensors):
-        if on_cpu and not foreach and native.supports(*tensors):
-            return native
-        if triton.supports(*tensors):
-            return triton
+    # A TorchDispatchMode would not see what native and Triton kernels write.
+    if not compiling and not torch._C._len_torch_dispatch_stack() and contiguous:
+        is_native = on_cpu and not foreach and native.supports(*tensors)
+        if is_native or triton.supports(*tensors):
+            if not all(t.data_ptr() for t in tensors):  # a subclass without memory of its own
+                return plain
+            return native if is_native else triton
     # On a CPU torch's multi-tensor operations are loops, and their copies cost memory: five times
     # the time of `plain` on a tensor of 100 M.
     return plain if on_cpu and not compiling else multi_tensor
