@@ -438,6 +438,18 @@ def test_inject_hyperparams(name):
     np.testing.assert_allclose(fast(params, state.inner_state), before, rtol=rounding)
 
 
+@each
+def test_an_injected_schedule_counts_calls(name):
+    tx = optax.inject_hyperparams(TRANSFORMATIONS[name])(
+        **{RATE[name]: lambda count: jnp.where(count < 3, 0.0, 1.0)}
+    )
+    step, params, state, moved = step_of(tx, quadratic), PARAMS, tx.init(PARAMS), []
+    for _ in range(4):
+        params, state = step(params, state, 1.0)
+        moved.append(float(params["a"][0]) < 3)
+    assert moved == [False, False, False, True]
+
+
 # --- checkpoints -----------------------------------------------------------------------------
 
 
