@@ -401,8 +401,9 @@ def report(experiment: Experiment) -> None:
         runs[name] = experiment.find(method=name, lr=lr, c=c, seed=0, status="done")
         for row in (row for row in runs[name] if "error_sq" in row):
             row["error_ratio"] = row["error_sq"] / row["batch_error_sq"]
-    draw(runs, LOSSES, experiment.args.results / "paper_experiment.png")
-    draw(runs, ESTIMATOR, experiment.args.results / "paper_experiment_estimator.png")
+    figures = Path(__file__).parents[1] / "docs/figures"
+    draw(runs, LOSSES, figures / "paper_experiment.png")
+    draw(runs, ESTIMATOR, figures / "paper_experiment_estimator.png")
     shutil.copy(experiment.file, experiment.args.results / "paper_experiment.jsonl")
 
 
