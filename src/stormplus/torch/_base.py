@@ -146,7 +146,7 @@ class BaseOptimizer(Optimizer, ABC):
             flag: Tensor = nonfinite.to(self._shared_table.tensor.device, non_blocking=True)
             return flag
         if nonfinite:
-            self._fail(f"{describe_nonfinite(self.param_groups)}; {NOTHING_MOVED}")
+            self._fail_nonfinite(NOTHING_MOVED)
         return None
 
     def _count_skip(self, skip: Tensor) -> None:
@@ -164,6 +164,9 @@ class BaseOptimizer(Optimizer, ABC):
             pinned = count.device.type in ("cuda", "xpu")
             self._skips_on_host = torch.zeros_like(count, device="cpu", pin_memory=pinned)
         self._skips_on_host.copy_(count, non_blocking=True)
+
+    def _fail_nonfinite(self, advice: str) -> NoReturn:
+        self._fail(f"{describe_nonfinite(self.param_groups)}; {advice}")
 
     def _fail(self, message: str) -> NoReturn:
         self._notify("failed")

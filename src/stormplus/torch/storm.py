@@ -23,7 +23,6 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._checks import describe_nonfinite
 from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
 from stormplus.torch._tensors import (
     BufferKind,
@@ -151,7 +150,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
             self._move()
             if self.replays_rng:
                 streams.rewind()
-            fresh = FreshGradients(p for p in self.parameters() if p.requires_grad)
+            fresh = FreshGradients([info.p for info in self._infos if info.p.requires_grad])
             try:
                 evaluate()
                 fresh.check()
@@ -164,7 +163,8 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     @torch.no_grad()
     def _move(self) -> None:
         """Move x by -lr eta d / unit, with eta from the last sample, and subtract g~ from d."""
-        self._notify("before_move")
+        if self._pass_hooks:
+            self._notify("before_move")
         groups = [tensors for tensors in self._tensor_groups() if not tensors.is_new]
         skip = self._check_gradients(groups)
         if self._check_finite and not self._shared_table.on_host:
@@ -187,16 +187,17 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         torch.clear_autocast_cache()
         self._shared_state["phase"] = PENDING
         self.pending_streams = None  # `same_sample` sets it again in its after_move hook
-        self._notify("after_move")
+        if self._pass_hooks:
+            self._notify("after_move")
 
     @torch.no_grad()
     def _estimate(self) -> None:
         """Complete d with the gradient here, and compute a and eta for the next move."""
-        self._notify("before_estimate")
+        if self._pass_hooks:
+            self._notify("before_estimate")
         phase, groups = self._shared_state["phase"], self._tensor_groups()
         self._shared_state["phase"] = START  # an interrupted pass leaves no estimator
-        scalars = self._read_shared()
-        on_host = self._shared_table.on_host
+        scalars, on_host = self._read_shared(), self._shared_table.on_host
         one_minus_a = 1 - scalars["gain"]
         skip = None
         if self._check_finite and not on_host:
@@ -229,12 +230,12 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 if phase == PENDING and not tensors.is_new:
                     plain.undo_estimate(tensors, one_minus_a)
             self._shared_state["phase"] = phase
-            advice = _RETRY if phase == PENDING else NOTHING_MOVED
-            self._fail(f"{describe_nonfinite(self.param_groups)}; {advice}")
+            self._fail_nonfinite(_RETRY if phase == PENDING else NOTHING_MOVED)
         self._mark_initialized(groups)
         self._shared_state["phase"] = READY
         self._opt_called = True  # lr_scheduler warns without it
-        self._notify("after_estimate")
+        if self._pass_hooks:
+            self._notify("after_estimate")
 
     def _tensor_groups(self) -> list[TensorGroup]:
         """Sort the parameters that take part by options, backend, device, dtype and shards.
@@ -246,8 +247,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         for tensors in groups:
             tensors.sign, tensors.l2 = _sign_and_l2(tensors.param_group)
             tensors.estimators = [state["estimator"] for state in tensors.states]
-        with_grad = [p for p in self.parameters() if p.requires_grad and p.grad is not None]
-        if not (groups and with_grad):
+        if not groups or not any(i.p.requires_grad and i.p.grad is not None for i in self._infos):
             self._notify("failed")
             raise RuntimeError(
                 "no trainable parameter with elements has a gradient: the closure must call "

@@ -127,9 +127,11 @@ class Untuned(AveragedOptimizer):
             )
         groups = self._tensor_groups()
         if groups:  # without any gradient, no step, as in torch.optim
-            self._notify("before_step")
+            if self._pass_hooks:
+                self._notify("before_step")
             self._update(groups)
-            self._notify("after_step")
+            if self._pass_hooks:
+                self._notify("after_step")
         return loss
 
     def _tensor_groups(self) -> list[TensorGroup]:
@@ -214,11 +216,15 @@ class Untuned(AveragedOptimizer):
         """Take the step, and return the sums of u^2 and of (z - z_1)^2 for each tensor."""
         table, parts = self._tensor_table, []
         for tensors in groups:
-            index, _ = table.index_and_mask(tensors.indices)
-            group_coefficients = coefficients.of(index, tensors.device)
-            flag = skip if skip is None else skip.to(tensors.device)
-            sums = tensors.kernels.untuned_step(tensors, group_coefficients, flag)
-            parts.append((tensors.process_groups, table.scatter(sums, tensors.indices)))
+            of_these, flag = coefficients, skip
+            index, mask = table.index_and_mask(tensors.indices)
+            if mask is not None or tensors.device != table.tensor.device:
+                of_these = coefficients.of(index, tensors.device)
+                flag = skip if skip is None else skip.to(tensors.device)
+            sums = tensors.kernels.untuned_step(tensors, of_these, flag)
+            if mask is not None or not table.on_host:
+                sums = table.scatter(sums, tensors.indices)
+            parts.append((tensors.process_groups, sums))
         u_sq, displacement_sq = self._total(parts)
         return u_sq, displacement_sq
 
