@@ -6,6 +6,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from stormplus import StormPlus
@@ -187,3 +189,17 @@ def test_squared_norms_of_many_elements(path, size, dtype):
     opt.estimate()
     scale = 1 - (1 + exact) ** (-2 / 3)
     assert opt.diagnostics()["estimator_norm"] ** 2 == pytest.approx(scale**2 * exact, rel=1e-6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    st.sampled_from(list(PATHS)),
+    st.lists(st.sampled_from([0.0, 1e-38, 1e-20, 1.0, -3.0, 1e10, 1e20, 3e38]), min_size=1),
+)
+def test_squared_norms_of_any_range(path, numbers):
+    x = torch.tensor(numbers, dtype=F32)
+    opt = StormPlus([nn.Parameter(x)], **PATHS[path])
+    opt.parameters()[0].grad = x
+    opt.estimate()
+    exact = float(np.square(x.double().numpy()).sum())
+    assert opt.diagnostics()["sum_g_sq"] == pytest.approx(exact, rel=1e-14)
