@@ -256,7 +256,7 @@ def test_gradients_of_different_dtypes_do_not_share_a_pass(case):
     assert torch.equal(params[0], params[1])
 
 
-# -- tensors without memory of their own ----------------------------------------------------------
+# -- tensors that wrap others ---------------------------------------------------------------------
 
 
 class Wrapped(torch.Tensor):

@@ -190,7 +190,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     @torch.inference_mode(False)  # a tensor created inside could not be updated later
     def _rebuild(self) -> None:
-        """Make state for new parameters, drop that of removed ones, and build the tables anew."""
+        """Make state for new parameters, drop that of removed ones, and make new tables."""
         params = self.parameters()
         known = set(params)
         for p in [p for p in self.state if isinstance(p, Tensor) and p not in known]:
@@ -215,7 +215,7 @@ class BaseOptimizer(Optimizer, ABC):
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
-    def _groups_now(self) -> list[Any]:
+    def _groups_now(self) -> list[int]:
         """Return what changes if groups or parameters are added, removed or replaced."""
         return [id(x) for group in self.param_groups for x in (group, *group["params"])]
 

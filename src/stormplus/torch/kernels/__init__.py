@@ -37,7 +37,7 @@ def choose_kernels(tensors: Sequence[Tensor], foreach: bool | None) -> ModuleTyp
     if not compiling and not torch._C._len_torch_dispatch_stack() and contiguous:
         is_native = on_cpu and not foreach and native.supports(*tensors)
         if is_native or triton.supports(*tensors):
-            if not all(t.data_ptr() for t in tensors):  # a subclass without memory of its own
+            if not all(t.data_ptr() for t in tensors):  # a tensor subclass that wraps others
                 return plain
             return native if is_native else triton
     # On a CPU torch's multi-tensor operations are loops, and their copies cost memory: five times
