@@ -2,7 +2,8 @@
 
 Each constant is halved and doubled, and other forms take a formula's place. Rows go to
 research/results/untuned_ablation.jsonl; research/untuned_study.py makes their table. Of the
-interpolation y = 0.1 z + 0.9 x it is the weight of z that is halved and doubled.
+interpolation y = 0.1 z + 0.9 x it is the weight of z that is halved and doubled. The long language
+model has only the forms that are meant for long runs.
 """
 
 import json
@@ -11,16 +12,27 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import numpy as np
 import torch
 from common import parser
 
 from stormplus import Untuned, untuned_rule
+from stormplus.torch.kernels import plain
 from stormplus_bench.train import catalogue
+from stormplus_bench.train.long import LONG
+from stormplus_bench.train.small_data import SMALL_DATA
 from stormplus_bench.train.steppers import AtAverage
 from stormplus_bench.train.training import Training
 
 ROWS = Path(__file__).parent / "results" / "untuned_ablation.jsonl"
-WORKLOADS = ("autoencoder-mnist", "cnn-mnist", "bncnn-cifar10")
+WORKLOADS = {
+    name: (catalogue.EVERY | SMALL_DATA)[name]
+    for name in (
+        *("autoencoder-mnist", "cnn-mnist", "bncnn-cifar10", "gpt-shakespeare"),
+        "resnet-noisy-digits",
+    )
+}
+LONG_WORKLOADS = {"gpt-shakespeare-long": LONG["gpt-shakespeare"]}
 AS_IS = "as it is"
 # What a variant replaces, by dotted name, and what takes its place.
 Changes = dict[str, Any]
@@ -131,6 +143,53 @@ def forgetting(exponent: float) -> Changes:
     return {f"{RULE}.next_evidence": forgotten}
 
 
+def falling_where_turning() -> Changes:
+    """Let E of a tensor fall as 1 / c while its displacement is below that of noise: rho < 1/2."""
+    least_ratio, seen = untuned_rule.least_ratio, []
+
+    def recorded(ratio: Any, *args: Any) -> Any:
+        seen[:] = [ratio]
+        return least_ratio(ratio, *args)
+
+    def next_evidence(scalars: Any, counts: Any, agreement: Any) -> Any:
+        steps = 1 + scalars.effective_steps.value
+        kept = np.where(seen[0] < 0.5, steps / (steps + counts), 1.0)
+        return scalars.evidence * kept + counts * agreement**2
+
+    return {f"{RULE}.least_ratio": recorded, f"{RULE}.next_evidence": next_evidence}
+
+
+def growing_interpolation(exponent: float) -> Changes:
+    """Let the weight of z in y fall as 0.1 (1 + t / 100)^-exponent."""
+
+    def weight(t: float) -> float:
+        return 0.1 * (1 + t / 100) ** -exponent
+
+    def update(y: Any, g: Any, e: Any, s: Any, coefficients: Any) -> Any:
+        t = float(coefficients.step)
+        plain.INTERPOLATION = 1 - weight(t - 1)
+        y, new_e, s, u = untuned_update(y, g, e, s, coefficients)
+        # From y = x + (1 - b) e to the next b, with which the rest of the step is done.
+        y = y + (weight(t) - weight(t - 1)) * new_e
+        plain.INTERPOLATION = untuned_rule.INTERPOLATION = 1 - weight(t)
+        return y, new_e, s, u
+
+    untuned_update = plain.untuned_update
+    return interpolation(1.0) | {f"{TORCH}.kernels.plain.untuned_update": update}
+
+
+def fading_iterate(rate: float) -> Changes:
+    """Let z decay towards x: z <- z - k (z - x), with k = rate / (t + 8)."""
+
+    def update(y: Any, g: Any, e: Any, s: Any, coefficients: Any) -> Any:
+        y, e, s, u = untuned_update(y, g, e, s, coefficients)
+        k = rate / (float(coefficients.step) + 8)
+        return y - (1 - plain.INTERPOLATION) * k * e, (1 - k) * e, s, u
+
+    untuned_update = plain.untuned_update
+    return interpolation(1.0) | {f"{TORCH}.kernels.plain.untuned_update": update}
+
+
 def grown_by(exponent: float) -> Changes:
     """Let r grow by the ratio to this power, without a limit other than the ceiling."""
 
@@ -173,19 +232,26 @@ CONSTANTS = {
 FORMS = {
     "E falls as 1/sqrt(c)": forgetting(0.5),
     "E falls as 1/c": forgetting(1.0),
+    "E falls as 1/c where rho < 1/2": falling_where_turning(),
     "growth max(1, rho)": grown_by(1.0),
     "growth max(1, rho)^2": grown_by(2.0),
     "A of each tensor": own_agreement(),
     "A over vectors, too": least_of_all(),
 }
+FOR_LONG_RUNS = {
+    "weight of z falls as 1/sqrt(t)": growing_interpolation(0.5),
+    "weight of z falls as 1/t": growing_interpolation(1.0),
+    "z decays towards x": fading_iterate(3.0),
+}
 
 
 def run(constant: str, factor: float, name: str, seed: int) -> dict[str, Any]:
-    changed = CONSTANTS[constant](factor) if constant in CONSTANTS else FORMS.get(constant, {})
+    forms = FORMS | FOR_LONG_RUNS
+    changed = CONSTANTS[constant](factor) if constant in CONSTANTS else forms.get(constant, {})
     with ExitStack() as stack:
         for target, new in changed.items():
             stack.enter_context(mock.patch(target, new))
-        workload = catalogue.EVERY[name]()
+        workload = (WORKLOADS | LONG_WORKLOADS)[name]()
         workload.fractions = (0, 1)
         training = Training(workload, lambda t: AtAverage(Untuned(t.parameters)), seed).finish()
     ends = {key: training.curve[key][-1] for key in ("train_loss", "valid_loss")}
@@ -199,9 +265,10 @@ def read() -> list[dict[str, Any]]:
 def main(seeds: list[int]) -> None:
     torch.set_num_threads(1)
     variants = [(name, f) for name in CONSTANTS for f in (0.5, 2.0)]
-    variants += [(name, 1.0) for name in (AS_IS, *FORMS)]
-    for name in WORKLOADS:
-        for constant, factor in variants:
+    variants += [(name, 1.0) for name in (AS_IS, *FORMS, *FOR_LONG_RUNS)]
+    for_long_runs = [(name, 1.0) for name in (AS_IS, *FOR_LONG_RUNS)]
+    for name in (*WORKLOADS, *LONG_WORKLOADS):
+        for constant, factor in variants if name in WORKLOADS else for_long_runs:
             for seed in seeds:
                 key = (constant, factor, name, seed)
                 done = {(r["constant"], r["factor"], r["workload"], r["seed"]) for r in read()}
