@@ -8,6 +8,7 @@ model has only the forms that are meant for long runs.
 
 import json
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -159,6 +160,43 @@ def falling_where_turning() -> Changes:
     return {f"{RULE}.least_ratio": recorded, f"{RULE}.next_evidence": next_evidence}
 
 
+def agreement_since_doubling() -> Changes:
+    """Measure A from where z was when t last was a power of two, so that it forgets the start."""
+    measure, least_ratio, after_step = (
+        plain.squared_displacement,
+        untuned_rule.least_ratio,
+        untuned_rule.after_step,
+    )
+    anchors: dict[int, Any] = {}  # by tensor: where z and the walk were
+    recent: dict[int, Any] = {}  # the mean squared distance from there, and z
+
+    def measured(group: Any, i: int) -> Any:
+        at = group.coordinates[i].index
+        x, e = (t[i].reshape(-1)[at] for t in (group.params, group.z_minus_x))
+        z, index = x + plain.INTERPOLATION * e, group.indices[i]
+        anchor, _ = anchors.setdefault(index, (group.initial_sample[i].clone(), 0.0))
+        recent[index] = float((z - anchor).square().mean()), z
+        return measure(group, i)
+
+    def after(scalars: Any, **measurements: Any) -> Any:
+        def least(ratio: Any, walk: Any, *args: Any) -> Any:
+            ratio, t = ratio.copy(), int(scalars.step.max()) + 1
+            for index, (distance, z) in recent.items():
+                since = max(walk[index] - anchors[index][1], 1e-30)
+                ratio[index] = distance / scalars.ceiling[index] ** 2 / since
+                if t & (t - 1) == 0:
+                    anchors[index] = z, walk[index]
+            return least_ratio(ratio, walk, *args)
+
+        with mock.patch(f"{RULE}.least_ratio", least):
+            return after_step(scalars, **measurements)
+
+    return interpolation(1.0) | {
+        f"{TORCH}.kernels.plain.squared_displacement": measured,
+        f"{RULE}.after_step": after,
+    }
+
+
 def growing_interpolation(exponent: float) -> Changes:
     """Let the weight of z in y fall as 0.1 (1 + t / 100)^-exponent."""
 
@@ -230,24 +268,28 @@ CONSTANTS = {
 }
 
 FORMS = {
-    "E falls as 1/sqrt(c)": forgetting(0.5),
-    "E falls as 1/c": forgetting(1.0),
-    "E falls as 1/c where rho < 1/2": falling_where_turning(),
-    "growth max(1, rho)": grown_by(1.0),
-    "growth max(1, rho)^2": grown_by(2.0),
-    "A of each tensor": own_agreement(),
-    "A over vectors, too": least_of_all(),
+    "E falls as 1/sqrt(c)": partial(forgetting, 0.5),
+    "E falls as 1/c": partial(forgetting, 1.0),
+    "E falls as 1/c where rho < 1/2": falling_where_turning,
+    "A since the last doubling of t": agreement_since_doubling,
+    "growth max(1, rho)": partial(grown_by, 1.0),
+    "growth max(1, rho)^2": partial(grown_by, 2.0),
+    "A of each tensor": own_agreement,
+    "A over vectors, too": least_of_all,
 }
 FOR_LONG_RUNS = {
-    "weight of z falls as 1/sqrt(t)": growing_interpolation(0.5),
-    "weight of z falls as 1/t": growing_interpolation(1.0),
-    "z decays towards x": fading_iterate(3.0),
+    "weight of z falls as 1/sqrt(t)": partial(growing_interpolation, 0.5),
+    "weight of z falls as 1/t": partial(growing_interpolation, 1.0),
+    "z decays towards x": partial(fading_iterate, 3.0),
 }
 
 
 def run(constant: str, factor: float, name: str, seed: int) -> dict[str, Any]:
-    forms = FORMS | FOR_LONG_RUNS
-    changed = CONSTANTS[constant](factor) if constant in CONSTANTS else forms.get(constant, {})
+    changed: Changes = {}
+    if constant in CONSTANTS:
+        changed = CONSTANTS[constant](factor)
+    elif constant != AS_IS:
+        changed = (FORMS | FOR_LONG_RUNS)[constant]()
     with ExitStack() as stack:
         for target, new in changed.items():
             stack.enter_context(mock.patch(target, new))
