@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 from common import COLORS, DOCS, WIDTH, parser, save, versions
 from matplotlib.figure import Figure
+from rivals import minimize_finite_sum
 
 from stormplus import minimize
 from stormplus.theory.problems import breast_cancer
-from stormplus.theory.rivals import minimize_finite_sum
 
 PASSES, SEEDS, TUNING_SEEDS, BATCH = 100, range(5), range(100, 102), 8
 STEP_SIZES = (0.0001, 0.0003, 0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0)

@@ -1,8 +1,7 @@
 """The paper's theory, executable: lemmas, bounds on whole runs, and an observer of runs.
 
 `stormplus.theory.lemmas` has the inequalities on sequences, `stormplus.theory.bounds` those on
-runs, `stormplus.theory.problems` problems with known constants, `stormplus.theory.rivals` other
-variance-reduction methods.
+runs, and `stormplus.theory.problems` problems with known constants.
 """
 
 from stormplus.theory.bounds import Trace, trace_run

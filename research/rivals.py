@@ -1,4 +1,4 @@
-"""Variance-reduction methods for finite sums, to be read beside their papers.
+"""Variance-reduction methods for `finite_sum.py`, to be read beside their papers.
 
 A method is a generator that yields the iterate after each move. Every gradient of every data
 point is counted, also those of anchors and mega-batches; STORM+ with batches of b pays 2b per step.
@@ -36,18 +36,18 @@ class BudgetSpent(Exception):
 class CountedGradients:
     """Gradients of a finite sum; counts one per data point and raises `BudgetSpent`.
 
-    `step_size` is None for that of the method's theory, which needs `smoothness`.
+    `step_size` is None for that of the method's theory.
     """
 
     problem: FiniteSum
     budget: int
     rng: np.random.Generator
-    smoothness: float
     step_size: float | None = None
     spent: int = 0
 
     def __post_init__(self) -> None:
         self.n = self.problem.n_samples
+        self.smoothness = self.problem.constants.smoothness
 
     def draw(self, size: int) -> Indices:
         return self.problem.sample(self.rng, size)
@@ -158,8 +158,7 @@ def minimize_finite_sum(
     *,
     method: str,
     step_size: float | None = None,
-    smoothness: float | None = None,
-    rng: np.random.Generator | int | None = None,
+    rng: int,
     callback: Callable[[OptimizeResult], Any] | None = None,
     **options: Any,
 ) -> OptimizeResult:
@@ -171,23 +170,14 @@ def minimize_finite_sum(
         evaluations: The budget, anchors and mega-batches included.
         method: A name in `METHODS`.
         step_size: None for the step size of the method's theory.
-        smoothness: L; by default that of the problem.
-        rng: A generator or a seed.
+        rng: A seed.
         callback: `callback(result)` after each move, with `x`, `nit` and `ngev`.
         **options: `batch_size`; for "spider" also `accuracy`.
 
     Returns:
         `x`, `nit`, `ngev`, and `success`, False if the run diverged.
     """
-    if method not in METHODS:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}, got {method!r}")
-    if step_size is not None and not step_size > 0:
-        raise ValueError(f"step_size must be positive, got {step_size}")
-    smoothness = problem.constants.smoothness if smoothness is None else smoothness
-    if smoothness is None:
-        raise ValueError("the problem has no L: pass smoothness=...")
-    rng = np.random.default_rng(rng)
-    f = CountedGradients(problem, evaluations, rng, smoothness, step_size)
+    f = CountedGradients(problem, evaluations, np.random.default_rng(rng), step_size)
     result = OptimizeResult()
     result.update({"x": x0, "nit": 0, "success": True})
     with suppress(BudgetSpent), np.errstate(over="ignore", invalid="ignore"):
