@@ -22,12 +22,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from stormplus.install import required
-from stormplus.theory.problems.base import Array
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -36,10 +35,9 @@ if TYPE_CHECKING:
 
     from stormplus.torch import PairedOptimizer
 
-    Vectors: TypeAlias = dict[Tensor, Tensor]  # by parameter
+Vectors: TypeAlias = dict[Any, Any]  # tensors by parameter, or the array of `minimize` under 0
 
 REPORTED = ("gain", "step_size", "grad_norm", "estimator_norm")
-STYLES = {"csv": ("", ",", ""), "markdown": ("| ", " | ", " |"), "latex": ("", " & ", r" \\")}
 PANELS = {
     "gain and step size": {"gain": "$a_{t+1}$", "step_size": r"$\eta_t$"},
     "norms": {"grad_norm": "$|g_t|$", "estimator_norm": "$|d_t|$"},
@@ -50,6 +48,14 @@ PANELS = {
         "error_sq": r"$|\epsilon_t|^2$, estimated",
     },
 }
+
+
+class _Point(NamedTuple):
+    """What is known at x_t; in torch, x and d are those of the optimizer, and change with it."""
+
+    x: Vectors
+    d: Vectors
+    g: Vectors
 
 
 class Observer:
@@ -83,9 +89,9 @@ class Observer:
         self.rows: list[dict[str, float]] = []
         self._step = 1 / window  # of the exponential means
         self._weight = self._innovation = self._noise = self._smoothness = 0.0
-        self._calls: list[Array] = []
-        self._previous: tuple[Array, Array, Array] | None = None
+        self._calls: list[Vectors] = []  # gradients of `minimize` since its last callback
         self._attachment: Attachment | None = None
+        self._forget()
 
     @property
     def latest(self) -> dict[str, float]:
@@ -117,51 +123,65 @@ class Observer:
             columns: Names of the columns; by default all, in the order of the last row.
         """
         self._check_rows()
-        if style not in STYLES:
-            raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
         names, known = list(columns or self.latest), {name for row in self.rows for name in row}
         if unknown := [name for name in names if name not in known]:
             raise ValueError(f"columns must be among {', '.join(sorted(known))}; got {unknown}")
         digits = "" if style == "csv" else ".4g"
         rows = [[format(row[n], digits) if n in row else "" for n in names] for row in self.rows]
+        if style == "csv":
+            return "".join(",".join(row) + "\n" for row in [names, *rows])
         if style == "markdown":
-            rows = [["---"] * len(names), *rows]
-        head = [name.replace("_", r"\_") for name in names] if style == "latex" else names
-        begin, between, end = STYLES[style]
-        lines = [f"{begin}{between.join(row)}{end}" for row in [head, *rows]]
+            lines = [names, ["---"] * len(names), *rows]
+            return "".join(f"| {' | '.join(row)} |\n" for row in lines)
         if style == "latex":
-            lines = [rf"\begin{{tabular}}{{{'r' * len(names)}}}", *lines, r"\end{tabular}"]
-        return "\n".join(lines) + "\n"
+            lines = [[name.replace("_", r"\_") for name in names], *rows]
+            body = "".join(" & ".join(row) + " \\\\\n" for row in lines)
+            return f"\\begin{{tabular}}{{{'r' * len(names)}}}\n{body}\\end{{tabular}}\n"
+        raise ValueError(f"style must be 'csv', 'markdown' or 'latex', got {style!r}")
 
     def _check_rows(self) -> None:
         if not self.rows:
             raise ValueError("the observer has no rows: pass callback=observer, or attach it")
 
-    def _due(self, step: int) -> bool:
-        return (step - 1) % self.every == 0
+    def _forget(self) -> None:
+        """Drop what is known at x_t: the next step makes no pair."""
+        self._point: _Point | None = None
+        self._pair: tuple[Vectors, Vectors, float, float] | None = None
 
-    def _record(
+    def _first_gradient(self, g_tilde: Vectors, copy: Callable[[Any], Any]) -> None:
+        if self._point is not None:  # otherwise attached halfway
+            x, d, g = self._point
+            noise, innovation = _square_distance(g, g_tilde), _square_distance(d, g_tilde)
+            self._pair = {key: copy(v) for key, v in x.items()}, g_tilde, noise, innovation
+
+    def _second_gradient(
         self,
         step: int,
         reported: Mapping[str, Any],
-        errors: dict[str, float],
-        pair: dict[str, float] | None,
+        point: _Point,
+        exact: Callable[[Callable[..., Any]], Vectors],
     ) -> None:
-        """Add a row. `pair` has the squared distances, or is None if the step had one gradient."""
-        row = {name: float(reported[name]) for name in REPORTED} | errors
-        if pair is not None:
-            if pair["move_sq"] > 0:
-                ratio = (pair["drift_sq"] / pair["move_sq"]) ** 0.5
-                self._smoothness = max(self._smoothness, ratio)
+        """Add a row. `exact` calls `full_grad` at the point."""
+        row = {name: float(reported[name]) for name in REPORTED}
+        due = (step - 1) % self.every == 0
+        if self.full_grad is not None and due:
+            g_bar = exact(self.full_grad)
+            row["true_error_sq"] = _square_distance(point.d, g_bar)
+            row["true_noise_sq"] = _square_distance(point.g, g_bar)
+        if self._pair is not None:
+            x_old, g_tilde, noise, innovation = self._pair
+            drift, move = _square_distance(point.g, g_tilde), _square_distance(point.x, x_old)
+            if move > 0:
+                self._smoothness = max(self._smoothness, (drift / move) ** 0.5)
             # Exponential means, unbiased from the first value on.
             self._weight += self._step * (1 - self._weight)
-            self._noise += self._step * (pair["two_sample_sq"] / 2 - self._noise)
-            self._innovation += self._step * (pair["innovation_sq"] - self._innovation)
-            row |= {name: pair[name] for name in ("innovation_sq", "drift_sq")}
-            row["smoothness"] = self._smoothness
+            self._noise += self._step * (noise / 2 - self._noise)
+            self._innovation += self._step * (innovation - self._innovation)
+            row |= {"innovation_sq": innovation, "drift_sq": drift, "smoothness": self._smoothness}
             row["noise_sq"] = self._noise / self._weight
             row["error_sq"] = (self._innovation - self._noise) / self._weight
-        if self._due(step):
+        self._point, self._pair = point, None
+        if due:
             self.rows.append({"step": float(step)} | row)
             if self.writer is not None:
                 self.writer.add_scalars(self.tag, row, step)
@@ -187,24 +207,12 @@ class Observer:
                 "callback=observer)"
             )
         if result.nit == 1:  # drop calls that a failed run has left
-            calls, self._previous = calls[-1:], None
-        x, g, d = _flat(result.x), calls[0], _flat(result.estimator)
-        pair = None
-        if self._previous is not None and len(calls) == 2:
-            g_tilde = calls[1]  # minimize evaluates g_{t+1} first (Alg. 1, line 5)
-            x_old, g_old, d_old = self._previous
-            pair = {
-                "innovation_sq": _square(d_old - g_tilde),
-                "drift_sq": _square(g - g_tilde),
-                "move_sq": _square(x - x_old),
-                "two_sample_sq": _square(g_old - g_tilde),
-            }
-        self._previous = (x, g, d)
-        errors = {}
-        if self.full_grad is not None and self._due(result.nit):
-            g_bar = _flat(self.full_grad(result.x))
-            errors = {"true_error_sq": _square(d - g_bar), "true_noise_sq": _square(g - g_bar)}
-        self._record(result.nit, result, errors, pair)
+            calls = calls[-1:]
+            self._forget()
+        elif len(calls) == 2:  # minimize evaluates g_{t+1} first (Alg. 1, line 5)
+            self._first_gradient(calls[1], np.copy)
+        point = _Point(_flat(result.x), _flat(result.estimator), calls[0])
+        self._second_gradient(result.nit, result, point, lambda grad: _flat(grad(result.x)))
 
     # With torch.
 
@@ -233,65 +241,40 @@ class Attachment(AbstractContextManager["Attachment"]):
     def __init__(self, observer: Observer, optimizer: PairedOptimizer) -> None:
         self.observer, self.optimizer = observer, optimizer
         self._generation = optimizer.generation
-        self._forget()
+        observer._forget()
         self._handle = optimizer.register_pass_hook(self._on_pass)
 
     def close(self) -> None:
         """Stop recording. A second call does nothing."""
         self._handle.remove()
-        self._forget()
         if self.observer._attachment is self:
             self.observer._attachment = None
+            self.observer._forget()
 
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _forget(self) -> None:
-        self._g: Vectors = {}  # g_t
-        self._moved: tuple[Vectors, Vectors, dict[str, float]] | None = None  # x_t, g~_t, distances
-
     def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
+        observer = self.observer
+        if when == "restarted" or optimizer.generation != self._generation:  # a load or a reset
+            self._generation = optimizer.generation
+            observer._forget()  # the next sample has one gradient, or is at another point
+        if when == "before_move":
+            observer._first_gradient(self._gradients(), lambda p: p.detach().clone())
+        elif when == "after_estimate":
+            states, scalars = optimizer.state.items(), optimizer.diagnostics()
+            d = {p: state["estimator"] for p, state in states if state.get("initialized")}
+            point = _Point({p: p for p in d}, d, self._gradients())
+            observer._second_gradient(int(scalars["step"]), scalars, point, self._exact)
+        elif not optimizer.pending:  # nothing has moved
+            observer._pair = None
+
+    def _exact(self, full_grad: Callable[[], Iterable[Tensor | None]]) -> Vectors:
         import torch
 
-        if optimizer.generation != self._generation:  # after a load or a reset: another point
-            self._generation = optimizer.generation
-            self._forget()
-        with torch.no_grad():
-            if when == "before_move":
-                self._before_move()
-            elif when == "after_estimate":
-                self._after_estimate()
-            elif when == "restarted":  # the next sample has one gradient
-                self._forget()
-            elif not optimizer.pending:  # nothing has moved
-                self._moved = None
-
-    def _before_move(self) -> None:
-        if self._g:  # otherwise attached halfway: no g_t yet
-            d, g_tilde = self._estimators(), self._gradients()
-            distances = {
-                "innovation_sq": _square_distance(d, g_tilde),
-                "two_sample_sq": _square_distance(self._g, g_tilde),
-            }
-            self._moved = {p: p.detach().clone() for p in d}, g_tilde, distances
-
-    def _after_estimate(self) -> None:
-        g, pair = self._gradients(), None
-        if self._moved is not None:
-            x_old, g_tilde, pair = self._moved
-            pair["move_sq"] = _square_distance({p: p.detach() for p in x_old}, x_old)
-            pair["drift_sq"] = _square_distance(g, g_tilde)
-        self._g, self._moved = g, None
-        diagnostics = self.optimizer.diagnostics()
-        step, errors = int(diagnostics["step"]), {}
-        if self.observer.full_grad is not None and self.observer._due(step):
-            import torch
-
-            with torch.enable_grad():
-                g_bar = self._gradients(self.observer.full_grad())
-            errors["true_error_sq"] = _square_distance(self._estimators(), g_bar)
-            errors["true_noise_sq"] = _square_distance(g, g_bar)
-        self.observer._record(step, diagnostics, errors, pair)
+        with torch.enable_grad():
+            of_loss = full_grad()
+        return self._gradients(of_loss)
 
     def _gradients(self, of_loss: Iterable[Tensor | None] | None = None) -> Vectors:
         """Return the gradients as the optimizer sees them, with L2 decay and sign.
@@ -309,26 +292,18 @@ class Attachment(AbstractContextManager["Attachment"]):
                 gradients[p] = sign * g.detach() + decay * p.detach()
         return gradients
 
-    def _estimators(self) -> Vectors:
-        opt = self.optimizer
-        params = [p for group in opt.param_groups for p in group["params"]]
-        return {p: opt.state[p]["estimator"] for p in params if opt.has_estimator(p)}
-
 
 def _square_distance(left: Vectors, right: Vectors) -> float:
-    """Return |left - right|^2 over the parameters that both have, in float64."""
+    """Return |left - right|^2 over what both have, in float64."""
+    differences = [left[key] - right[key] for key in left if key in right]
+    if not differences or isinstance(differences[0], np.ndarray):
+        return float(sum(v @ v for v in differences))
     import torch
 
-    both = [p for p in left if p in right]
-    norms = [torch.linalg.vector_norm(left[p] - right[p], dtype=torch.float64) for p in both]
-    return float(torch.stack(norms).square().sum()) if norms else 0.0
+    norms = [torch.linalg.vector_norm(v, dtype=torch.float64) for v in differences]
+    return float(torch.stack(norms).square().sum())
 
 
-def _flat(x: Any) -> Array:
-    if isinstance(x, (list, tuple)):
-        return np.concatenate([np.asarray(block, np.float64).ravel() for block in x])
-    return np.array(x, np.float64).ravel()
-
-
-def _square(v: Array) -> float:
-    return float(v @ v)
+def _flat(x: Any) -> Vectors:
+    blocks = x if isinstance(x, (list, tuple)) else [x]
+    return {0: np.concatenate([np.array(block, np.float64).ravel() for block in blocks])}
