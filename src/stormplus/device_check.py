@@ -65,14 +65,11 @@ class Counts(NamedTuple):
 
 
 def describe(device: torch.device) -> str:
-    """Return the name of the device, and the version of its runtime."""
-    parts, module = [str(device)], _module(device)
+    """Return the device and its name."""
+    module = _module(device)
     if hasattr(module, "get_device_name"):
-        parts.append(module.get_device_name(device))
-    if device.type == "cuda":
-        hip = torch.version.hip
-        parts.append(f"HIP {hip}" if hip else f"CUDA {torch.version.cuda}")
-    return ", ".join(parts)
+        return f"{device}, {module.get_device_name(device)}"
+    return str(device)
 
 
 def synchronize(device: torch.device) -> None:
@@ -197,16 +194,19 @@ def _usable_device(name: str) -> torch.device:
     raise NoDeviceError(f"torch {torch.__version__} cannot use the device {name!r} here: {reason}")
 
 
-def _step(opt: torch.optim.Optimizer, evaluate: Step = lambda: None) -> None:
-    """Take one step; a pair is evaluated twice."""
+def _step(*opts: torch.optim.Optimizer, evaluate: Step = lambda: None) -> None:
+    """Take one step with optimizers of one kind; a pair is evaluated twice."""
     evaluate()
-    if not isinstance(opt, PairedOptimizer):
-        opt.step()
-        return
-    if opt.started:
-        opt.move()
+    pairs = [opt for opt in opts if isinstance(opt, PairedOptimizer)]
+    if pairs and pairs[0].started:
+        for pair in pairs:
+            pair.move()
         evaluate()
-    opt.estimate()
+    for pair in pairs:
+        pair.estimate()
+    for opt in opts:
+        if opt not in pairs:
+            opt.step()
 
 
 def _compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]:
@@ -219,21 +219,15 @@ def _compare_with_cpu(parity: Parity, device: torch.device) -> tuple[float, str]
     start = [p.detach().clone() for p in on_cpu]
     on_device = [nn.Parameter(p.detach().to(device)) for p in on_cpu]
     cpu_opt, device_opt = parity.make(on_cpu), parity.make(on_device)
-    gradients: list[list[Tensor]] = []
-
-    def repeat() -> None:
-        for p, g in zip(on_device, gradients.pop(0)):
-            p.grad = g
-
     for x, y in batches:
 
         def evaluate(x: Tensor = x, y: Tensor = y) -> None:
             model.zero_grad()
             nn.functional.cross_entropy(model(x.to(parity.dtype)), y).backward()
-            gradients.append([p.grad.to(device) for p in on_cpu if p.grad is not None])
+            for p, q in zip(on_cpu, on_device):
+                q.grad = None if p.grad is None else p.grad.to(device)
 
-        _step(cpu_opt, evaluate)
-        _step(device_opt, repeat)
+        _step(cpu_opt, device_opt, evaluate=evaluate)
     backends = sorted({info.kernels.__name__ for info in device_opt._infos if info.kernels})
     differences = [
         _distance(q.detach().cpu(), p.detach()) / _distance(p.detach(), x_1)

@@ -75,14 +75,14 @@ def minimize(
         FloatingPointError: A gradient is not finite; its attribute `result` is the result up to
             the sample before.
     """
-    _check_arguments(steps, unit, grad=grad, sample=sample, callback=callback)
+    if steps < 1:
+        raise ValueError(f"steps must be at least 1, got {steps}")
+    check_unit(unit)
     rule = make_rule(method, **rule_options)
     rng = np.random.default_rng(rng)
     # A separate stream: choosing x_uniform does not change the samples.
     (reservoir,) = rng.spawn(1)
 
-    if isinstance(x0, (list, tuple)) and not x0:
-        raise ValueError("x0 must have at least one number or block, got an empty list")
     single = not isinstance(x0, (list, tuple)) or all(map(np.isscalar, x0))
     blocks = [_as_float64(block) for block in ([x0] if single else x0)]
     sizes = [block.size for block in blocks]
@@ -185,17 +185,6 @@ class _Progress:
         return result
 
 
-def _check_arguments(steps: int, unit: float | str, **functions: Any) -> None:
-    for name, function in functions.items():
-        if not callable(function) and (function is not None or name == "grad"):
-            raise TypeError(f"{name} must be a function, got {function!r}")
-    if isinstance(steps, bool) or not isinstance(steps, (int, np.integer)):
-        raise TypeError(f"steps must be an integer, got {steps!r}")
-    if steps < 1:
-        raise ValueError(f"steps must be at least 1, got {steps}")
-    check_unit(unit)
-
-
 def _as_float64(block: Any) -> Array:
     if np.iscomplexobj(block):
         raise TypeError("x0 must be real, got complex numbers: pass real and imaginary parts")
@@ -206,10 +195,7 @@ def _as_float64(block: Any) -> Array:
 
 
 def _per_block(lr: Any, blocks: int) -> Array:
-    try:
-        rates = np.asarray(lr, dtype=np.float64)
-    except (TypeError, ValueError):
-        raise ValueError(f"lr must be a number or one number per block, got {lr!r}") from None
+    rates = np.asarray(lr, dtype=np.float64)
     if rates.ndim > 1 or (rates.ndim == 1 and len(rates) != blocks):
         raise ValueError(f"lr must be a number or one number per block ({blocks}), got {lr!r}")
     if not (np.isfinite(rates).all() and (rates >= 0).all()):
@@ -219,8 +205,6 @@ def _per_block(lr: Any, blocks: int) -> Array:
 
 def _as_vector(g: Any, x: list[Array]) -> Array:
     """Return the blocks of a gradient as one vector."""
-    if not isinstance(g, (list, tuple)):
-        raise TypeError(f"x0 is a list of blocks, so grad must return a list, got {g!r}")
     if len(g) != len(x):
         raise ValueError(f"grad must return {len(x)} blocks, as x0 has, got {len(g)}")
     blocks = [np.asarray(g_i, dtype=np.float64) for g_i in g]
