@@ -33,7 +33,7 @@ def check_unit(unit: Any) -> float | str:
     """Return the unit of the gradient: "first", or a positive number with a finite square."""
     if isinstance(unit, str) and unit == "first":
         return unit
-    if isinstance(unit, Real) and not isinstance(unit, bool):
+    if not isinstance(unit, bool) and isinstance(unit, Real):
         value = float(unit)
         if value > 0 and 0 < value * value < math.inf:  # squared norms are divided by it
             return value

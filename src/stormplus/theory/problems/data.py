@@ -40,8 +40,6 @@ def sample_image(name: str = "china", *, shrink: int = 4) -> Array:
 
     A pixel is the mean over a square of `shrink` by `shrink` of the photograph.
     """
-    if name not in ("china", "flower"):
-        raise ValueError(f"name must be 'china' or 'flower', got {name!r}")
     grey = _datasets().load_sample_image(f"{name}.jpg").mean(-1) / 255
     rows, columns = (size // shrink for size in grey.shape)
     squares = grey[: rows * shrink, : columns * shrink].reshape(rows, shrink, columns, shrink)
