@@ -1,14 +1,14 @@
 """The paper's experiment: ResNet34 on CIFAR-10, batches of 100, every method at its best rate.
 
-    python research/paper_experiment.py --data FOLDER    # of cifar-10-batches-bin; runs or goes on
-    python research/paper_experiment.py --figures        # table and figures; copies the rows
+    python research/paper_experiment.py --data FOLDER --rows FILE    # run, or go on
+    python research/paper_experiment.py --figures                    # table and figures
 
 Rates come from 2-epoch sweeps over half decades, extended until the best one (lowest training loss)
 lies between two others. Every method then trains for 15 epochs at its best rate with two seeds, and
 with one seed at the rate of the best test accuracy, if that is another one. A run of a sweep is the
-beginning of the long run at that rate. Every epoch saves a checkpoint, OUT/<run>.pt, and appends a
-row to OUT/rows.jsonl, so a killed process goes on where it stopped. Processes with different
-`--methods` may run at once. Columns of a row:
+beginning of the long run at that rate. Every epoch appends a row to FILE and saves a checkpoint
+beside it, so a killed process goes on where it stopped. Processes with different `--methods` may
+run at once. Without --rows the committed rows are read. Columns of a row:
 
     gradients                   gradient evaluations of a mini-batch so far
     epoch_loss                  mean over the epoch's mini-batches, each before its step
@@ -26,10 +26,8 @@ import json
 import math
 import os
 import re
-import shutil
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -46,6 +44,7 @@ from stormplus_bench.data import cifar10
 from stormplus_bench.train.catalogue import standard
 from stormplus_bench.train.networks import resnet34
 
+ROWS = Path(__file__).parent / "results" / "paper_experiment.jsonl"
 BATCH = 100
 SUBSET = 2000  # training images in a measurement
 CALIBRATION = 50  # mini-batches for BatchNorm's statistics at the average of Untuned
@@ -76,8 +75,10 @@ class TwoGradients(Optimizer):
             for p in params:
                 self.state[p]["estimator"] = p.grad.clone()
         else:
-            with kept_buffers(self.model):  # BatchNorm's statistics move once per sample
-                loss = evaluate()
+            buffers = list(self.model.buffers())
+            before = copy.deepcopy(buffers)
+            loss = evaluate()
+            torch._foreach_copy_(buffers, before)  # BatchNorm's statistics move once per sample
             first = [p.grad for p in params]
             for p in params:
                 p.add_(self.state[p]["estimator"], alpha=-group["lr"] * group["step_size"])
@@ -116,16 +117,6 @@ def dot(left: list[Tensor], right: list[Tensor]) -> float:
     return sum(float(torch.dot(a.flatten(), b.flatten())) for a, b in zip(left, right))
 
 
-@contextmanager
-def kept_buffers(model: nn.Module) -> Iterator[None]:
-    """Put running statistics back afterwards."""
-    buffers = copy.deepcopy(list(model.buffers()))
-    yield
-    with torch.no_grad():
-        for b, saved in zip(model.buffers(), buffers):
-            b.copy_(saved)
-
-
 @dataclass(frozen=True)
 class Method:
     make: Callable[[nn.Module, float, float], Optimizer]  # from the model, the rate and c
@@ -156,27 +147,20 @@ METHODS = {
 }
 
 
-def balanced(labels: Tensor, count: int) -> Tensor:
-    """Return the indices of the first images of each of the ten classes, equally many, in order."""
-    if count % 10:
-        raise ValueError(f"images must be a multiple of 10 classes, got {count}")
-    places = [torch.nonzero(labels == k)[: count // 10, 0] for k in range(10)]
-    return torch.cat(places).sort().values
-
-
 class Experiment:
     """The images, the rows so far, and the order of the runs."""
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self.args, self.file = args, args.out / "rows.jsonl"
-        args.out.mkdir(parents=True, exist_ok=True)
-        lines = self.file.read_text().splitlines() if self.file.exists() else []
+        self.args = args
+        lines = args.rows.read_text().splitlines() if args.rows.exists() else []
         self.rows = [row for row in map(json.loads, lines) if row["images"] == args.images]
 
     def load(self) -> None:
+        """Read the data: of each of the ten classes the first training images, equally many."""
         found = cifar10(self.args.data)
         labels = torch.from_numpy(found.train_y)
-        chosen = balanced(labels, self.args.images)
+        places = [torch.nonzero(labels == k)[: self.args.images // 10, 0] for k in range(10)]
+        chosen = torch.cat(places).sort().values
         self.train = torch.from_numpy(found.train_x)[chosen], labels[chosen]
         self.test = torch.from_numpy(found.test_x), torch.from_numpy(found.test_y)
 
@@ -193,54 +177,46 @@ class Experiment:
 
     def append(self, row: Row) -> None:
         self.rows.append(row)
-        with self.file.open("a") as file:
+        with self.args.rows.open("a") as file:
             file.write(json.dumps(row, allow_nan=False) + "\n")
 
-    def best(self, name: str, metric: str) -> tuple[Any, Any] | None:
-        """Rate and c of the best run of a sweep, (None, None) without rates, None without runs."""
-        if METHODS[name].start is None:
-            return None, None
+    def best(self, name: str, metric: str) -> tuple[Any, Any]:
+        """Return rate and c of the best run of a sweep, None where a method has none."""
         ends = self.find(method=name, seed=0, epoch=self.args.sweep_epochs, status="done")
         sign = -1 if metric == "test_accuracy" else 1
-        best = min(ends, key=lambda row: sign * row[metric], default=None)
-        return best and (best["lr"], best["c"])
+        nothing = {"lr": None, "c": None}
+        best = min(ends, key=lambda row: sign * row[metric], default=nothing)
+        return best["lr"], best["c"]
 
     def sweep(self, name: str) -> None:
         """Try rates, and with each of them values of c, until the best lie inside."""
-        method = METHODS[name]
-        if method.start is None:
-            return
+        start, start_c = METHODS[name].start, METHODS[name].start_c
 
         def loss_at(k: int, c: float | None = None) -> float:
             return Run(self, name, float(f"{10 ** (k / 2):.3g}"), c).advance(self.args.sweep_epochs)
 
-        if method.start_c is None:
-            lowest(method.start, loss_at)
-        else:
-            lowest(method.start_c, lambda n: lowest(method.start, partial(loss_at, c=10.0**n)))
-        kept = [self.best(name, metric) for metric in ("train_loss", "test_accuracy")]
+        if start_c is not None:
+            lowest(start_c, lambda n: lowest(start, partial(loss_at, c=10.0**n)))
+        elif start is not None:
+            lowest(start, loss_at)
+        kept = [self.best(name, metric) for metric in CHOSEN_BY]
         for row in self.find(method=name, seed=0):
             if (row["lr"], row["c"]) not in kept:
                 Run(self, name, row["lr"], row["c"]).checkpoint.unlink(missing_ok=True)
 
-    def finish(self, name: str, metric: str = "train_loss", seed: int = 0) -> None:
-        """Train at the best rate to the end."""
-        run = Run(self, name, *self.best(name, metric), seed=seed)
-        run.advance(self.args.epochs)
-        run.checkpoint.unlink(missing_ok=True)
-
-    def run(self, names: list[str]) -> None:
-        for name in names:
-            self.sweep(name)
-            self.finish(name)
-        for name in names:
-            self.finish(name, seed=1)
-        for name in names:
-            self.finish(name, metric="test_accuracy")
+    def run(self) -> None:
+        """Sweep, then train to the end: a first seed, a second, and at the best test accuracy."""
+        names = self.args.methods
+        for seed, metric in ((0, "train_loss"), (1, "train_loss"), (0, "test_accuracy")):
+            for name in names:
+                self.sweep(name)
+                run = Run(self, name, *self.best(name, metric), seed=seed)
+                run.advance(self.args.epochs)
+                run.checkpoint.unlink(missing_ok=True)
 
 
 def lowest(start: int, loss_at: Callable[[int], float]) -> float:
-    """The lowest loss over integers around `start`, more of them until it lies inside."""
+    """Return the lowest loss over integers around `start`, more of them until it lies inside."""
     losses = {k: loss_at(k) for k in (start - 1, start, start + 1)}
     while len(losses) < MOST_VALUES:
         best = min(sorted(losses), key=lambda k: losses[k])
@@ -256,15 +232,15 @@ class Run:
 
     def __init__(self, experiment: Experiment, name: str, lr: Any, c: Any, *, seed: int = 0):
         self.experiment, self.method, self.seed = experiment, METHODS[name], seed
-        images = experiment.args.images
-        self.key: Row = {"method": name, "lr": lr, "c": c, "seed": seed, "images": images}
-        label = "-".join(map(str, self.key.values())).replace("+", "plus")
-        self.checkpoint = experiment.args.out / (re.sub(r"[^\w.]+", "-", label) + ".pt")
+        args = experiment.args
+        self.key: Row = {"method": name, "lr": lr, "c": c, "seed": seed, "images": args.images}
+        label = re.sub(r"[^\w.]+", "-", "-".join(map(str, self.key.values())))
+        self.checkpoint = args.rows.with_suffix(f".{label}.pt")
 
     def advance(self, epochs: int) -> float:
         """Train until the end of an epoch, unless rows have it; return its training loss."""
         find = self.experiment.find
-        if not find(**self.key, epoch=epochs) and not find(**self.key, status="diverged"):
+        if not find(**self.key, epoch=epochs):
             self.restore()
             while self.epoch < epochs and not find(**self.key, status="diverged"):
                 self.train_epoch(epochs)
@@ -299,10 +275,11 @@ class Run:
                 row["d_over_g"] = seen["estimator_norm"] / seen["grad_norm"]
                 if every_third or self.epoch == 1:
                     row |= self.estimator_error()
+            if not all(math.isfinite(v) for v in row.values() if isinstance(v, float)):
+                raise FloatingPointError
         except FloatingPointError:
+            row = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
             row["status"] = "diverged"
-        finite = {k: v for k, v in row.items() if not isinstance(v, float) or math.isfinite(v)}
-        row = finite if len(finite) == len(row) else {**finite, "status": "diverged"}
         print(row, flush=True)
         if not self.experiment.find(**self.key, epoch=self.epoch):  # as if killed before the save
             self.experiment.append(row)
@@ -313,15 +290,15 @@ class Run:
 
     def step(self, images: Tensor, labels: Tensor) -> float:
         def closure() -> Tensor:
-            return self.gradient(images, labels)
+            return self.gradient(self.model, images, labels)
 
         if isinstance(self.optimizer, PairedOptimizer):
             closure = same_sample(self.optimizer, self.model)(closure)
         return float(self.optimizer.step(closure))
 
-    def gradient(self, images: Tensor, labels: Tensor) -> Tensor:
-        self.model.zero_grad(set_to_none=self.method.set_to_none)
-        loss = F.cross_entropy(self.model(images), labels)
+    def gradient(self, model: nn.Module, images: Tensor, labels: Tensor) -> Tensor:
+        model.zero_grad(set_to_none=self.method.set_to_none)
+        loss = F.cross_entropy(model(images), labels)
         if not math.isfinite(loss.item()):
             raise FloatingPointError("loss")
         loss.backward()
@@ -329,7 +306,7 @@ class Run:
 
     @torch.no_grad()
     def measure(self, test: bool) -> Row:
-        """Losses and accuracies of the model which the method would hand to its user."""
+        """Return losses and accuracies of the model which the method would hand to its user."""
         model, found = self.model, {}
         if isinstance(self.optimizer, Untuned):
             self.optimizer.eval()
@@ -349,28 +326,29 @@ class Run:
         return found
 
     def estimator_error(self) -> Row:
-        """|grad f|^2, |d - grad f|^2, and E|g - grad f|^2 of a mini-batch.
+        """Return |grad f|^2, |d - grad f|^2, and E|g - grad f|^2 of a mini-batch.
 
         The full gradient over all images is too expensive. F and F' are mean gradients over the two
         halves of 2,000 training images, always the same ones. They are almost independent, so
         F . F', (d - F) . (d - F') and the mean of |g|^2 less F . F' have almost no bias; a small
         number may come out negative.
         """
-        params, size = list(self.model.parameters()), min(SUBSET, self.experiment.args.images) // 2
+        model = copy.deepcopy(self.model)  # whose running statistics may move
+        params, size = list(model.parameters()), min(SUBSET, self.experiment.args.images) // 2
         means, squares = [[torch.zeros_like(p) for p in params] for _ in range(2)], []
         for place in range(0, 2 * size, BATCH):
             images, labels = (part[place : place + BATCH] for part in self.experiment.train)
-            with kept_buffers(self.model):
-                self.gradient(standard(images), labels)
+            self.gradient(model, standard(images), labels)
             g = [p.grad for p in params]
             torch._foreach_add_(means[place // size], g, alpha=BATCH / size)
             squares.append(dot(g, g))
-        d = [self.optimizer.state[p]["estimator"] for p in params]
+        d = [self.optimizer.state[p]["estimator"] for p in self.model.parameters()]
         full, error = dot(*means), dot(*([a - b for a, b in zip(d, mean)] for mean in means))
         batch_error = statistics.fmean(squares) - full
         return {"full_grad_sq": full, "error_sq": error, "batch_error_sq": batch_error}
 
 
+CHOSEN_BY = ("train_loss", "test_accuracy")
 METRICS = ("train_loss", "test_loss", "train_accuracy", "test_accuracy")
 LOSSES = {"train_loss": "training loss", "test_accuracy": "test accuracy"}
 ESTIMATOR = {
@@ -381,13 +359,13 @@ ESTIMATOR = {
 
 
 def report(experiment: Experiment) -> None:
-    """Print the table of the last epoch, draw the figures, and copy the rows."""
-    draw_appendix()
+    """Print the table of the last epoch, and draw the figures."""
+    runs, appendix, docs = {}, {}, Path(__file__).parents[1] / "docs"
     print("| method | rate chosen by | lr | c | seeds | " + " | ".join(METRICS) + " |")
     print("|" + "---|" * (5 + len(METRICS)))
     for name in METHODS:
-        for chosen in ("train_loss", "test_accuracy"):
-            lr, c = experiment.best(name, chosen) or (None, None)
+        for chosen in CHOSEN_BY:
+            lr, c = experiment.best(name, chosen)
             last = experiment.args.epochs
             ends = experiment.find(method=name, lr=lr, c=c, epoch=last, status="done")
             texts = []
@@ -395,28 +373,20 @@ def report(experiment: Experiment) -> None:
                 half = (max(values) - min(values)) / 2
                 texts.append(f"{statistics.fmean(values):.4g} ± {half:.2g}")
             print(f"| {name} | {chosen} | {lr} | {c} | {len(ends)} | {' | '.join(texts)} |")
-    runs = {}
-    for name in METHODS:
-        lr, c = experiment.best(name, "train_loss") or (None, None)
+        lr, c = experiment.best(name, "train_loss")
         runs[name] = experiment.find(method=name, lr=lr, c=c, seed=0, status="done")
         for row in (row for row in runs[name] if "error_sq" in row):
             row["error_ratio"] = row["error_sq"] / row["batch_error_sq"]
-    figures = Path(__file__).parents[1] / "docs/figures"
-    draw(runs, LOSSES, figures / "paper_experiment.png")
-    draw(runs, ESTIMATOR, figures / "paper_experiment_estimator.png")
-    shutil.copy(experiment.file, experiment.args.results / "paper_experiment.jsonl")
-
-
-def draw_appendix() -> None:
-    """Draw the runs over 100 epochs on 1,000 images, at each method's best rate."""
-    docs, runs = Path(__file__).parents[1] / "docs", {}
+    draw(runs, LOSSES, docs / "figures/paper_experiment.png")
+    draw(runs, ESTIMATOR, docs / "figures/paper_experiment_estimator.png")
+    # The runs over 100 epochs on 1,000 images.
     rows = map(json.loads, (docs / "results/course.jsonl").read_text().splitlines()[1:])
     done = [row for row in rows if row["seed"] == 0 and row["status"] == "done"]
     for row in sorted(done, key=lambda row: -row["curve"]["train_loss"][-1]):  # the best one last
         columns = (row["curve"][key] for key in ("samples", "train_loss", "valid_accuracy"))
         names = ("epoch", "train_loss", "test_accuracy")
-        runs[row["method"]] = [dict(zip(names, (n / 10, *rest))) for n, *rest in zip(*columns)]
-    draw(runs, LOSSES, docs / "figures/paper_course.png")
+        appendix[row["method"]] = [dict(zip(names, (n / 10, *rest))) for n, *rest in zip(*columns)]
+    draw(appendix, LOSSES, docs / "figures/paper_course.png")
 
 
 def draw(runs: dict[str, list[Row]], panels: dict[str, str], file: Path) -> None:
@@ -443,15 +413,12 @@ if __name__ == "__main__":
     parser.add_argument("--images", type=int, default=10_000, help="of training; at most 50,000")
     parser.add_argument("--epochs", type=int, default=15)
     parser.add_argument("--sweep-epochs", type=int, default=2)
-    parser.add_argument("--out", type=Path, default=Path("out/paper_experiment"))
-    parser.add_argument(
-        "--methods", nargs="+", choices=METHODS, default=list(METHODS), help="share them out"
-    )
-    parser.add_argument("--figures", action="store_true", help="print the table, draw, copy rows")
-    parser.add_argument("--results", type=Path, default=Path(__file__).parent / "results")
+    parser.add_argument("--rows", type=Path, default=ROWS, help="the file to read and append to")
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    parser.add_argument("--figures", action="store_true", help="print the table and draw")
     experiment = Experiment(parser.parse_args())
     if experiment.args.figures:
         report(experiment)
     else:
         experiment.load()
-        experiment.run(experiment.args.methods)
+        experiment.run()
