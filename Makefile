@@ -87,7 +87,6 @@ long: $(READY)  ## write the tables of the long runs from the committed rows
 		--output out/long --readme docs/benchmark.md
 
 paper: $(READY)  ## the paper's experiment on 10,000 images, 18 CPU hours (needs CIFAR-10)
-	mkdir -p out
 	$(BIN)/python research/paper_experiment.py --rows out/paper_experiment.jsonl
 
 bench-step: $(READY)  ## time optimizer steps against torch.optim

@@ -152,6 +152,7 @@ class Experiment:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
+        args.rows.parent.mkdir(parents=True, exist_ok=True)
         lines = args.rows.read_text().splitlines() if args.rows.exists() else []
         self.rows = [row for row in map(json.loads, lines) if row["images"] == args.images]
 
