@@ -2,7 +2,6 @@
 
 import base64
 import io
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -104,7 +103,8 @@ def compare(
         `result` has the runs before it.
     """
     task = _workload(workload)
-    chosen, known = _seeds(seeds), _methods(methods)
+    chosen = [int(seed) for seed in (seeds if isinstance(seeds, Iterable) else range(seeds))]
+    known = _methods(methods)
     runs = [(m, lr, seed) for seed in chosen for m in known for lr in m.rates or (None,)]
     if not runs:
         raise ValueError(f"nothing to compare: methods {methods}, seeds {chosen}")
@@ -125,18 +125,8 @@ def compare(
     return Comparison(tuple(found))
 
 
-def _seeds(seeds: Any) -> list[int]:
-    try:
-        chosen = seeds if isinstance(seeds, Iterable) else range(operator.index(seeds))
-        return [operator.index(seed) for seed in chosen]
-    except TypeError:
-        raise TypeError(f"seeds should be a number or a list, got {seeds!r}") from None
-
-
 def _methods(methods: Mapping[str, Makes] | Sequence[type]) -> list[Method]:
     if not isinstance(methods, Mapping):
-        if isinstance(methods, type) or not all(isinstance(made, type) for made in methods):
-            raise TypeError(f"methods should be a dict, or a list of classes, got {methods!r}")
         methods = {made.__name__: made for made in methods}
     pairs = {name: made if isinstance(made, tuple) else (made,) for name, made in methods.items()}
     return [method_of(name, *pair) for name, pair in pairs.items()]

@@ -175,9 +175,6 @@ class Network(Workload):
         measures: Callable[[nn.Module, Any], dict[str, Any]] | None = None,
         full_grad: bool = False,
     ) -> None:
-        for what, value in (("model", model), ("loss", loss)):
-            if not callable(value):
-                raise TypeError(f"{name}: {what} should be a function, got {value!r}")
         for what, number in (("budget", budget), ("batch_size", batch_size)):
             if not isinstance(number, int) or number < 1:
                 raise ValueError(f"{name}: {what} should be a positive int, got {number!r}")
