@@ -206,9 +206,8 @@ class Observer:
                 "the observer saw no gradient: call minimize(observer.watch(grad), ..., "
                 "callback=observer)"
             )
-        if result.nit == 1:  # drop calls that a failed run has left
-            calls = calls[-1:]
-            self._forget()
+        if result.nit == 1:
+            calls = calls[-1:]  # drop calls that a failed run has left
         elif len(calls) == 2:  # minimize evaluates g_{t+1} first (Alg. 1, line 5)
             self._first_gradient(calls[1], np.copy)
         point = _Point(_flat(result.x), _flat(result.estimator), calls[0])
@@ -256,9 +255,9 @@ class Attachment(AbstractContextManager["Attachment"]):
 
     def _on_pass(self, optimizer: PairedOptimizer, when: str) -> None:
         observer = self.observer
-        if when == "restarted" or optimizer.generation != self._generation:  # a load or a reset
+        if optimizer.generation != self._generation:  # after a load or a reset: another point
             self._generation = optimizer.generation
-            observer._forget()  # the next sample has one gradient, or is at another point
+            observer._forget()
         if when == "before_move":
             observer._first_gradient(self._gradients(), lambda p: p.detach().clone())
         elif when == "after_estimate":
@@ -266,7 +265,7 @@ class Attachment(AbstractContextManager["Attachment"]):
             d = {p: state["estimator"] for p, state in states if state.get("initialized")}
             point = _Point({p: p for p in d}, d, self._gradients())
             observer._second_gradient(int(scalars["step"]), scalars, point, self._exact)
-        elif not optimizer.pending:  # nothing has moved
+        elif not optimizer.pending:  # a restart, or an interrupted move: no pair
             observer._pair = None
 
     def _exact(self, full_grad: Callable[[], Iterable[Tensor | None]]) -> Vectors:
