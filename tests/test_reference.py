@@ -183,7 +183,7 @@ def test_sums_that_overflow_raise():
         ({"steps": 0}, ValueError, "steps must be at least 1, got 0"),
         ({"steps": 2.5}, TypeError, "integer"),
         ({"unit": "second"}, ValueError, "positive finite number or 'first', got 'second'"),
-        ({"unit": 0.0}, ValueError, "unit must be a positive finite number or 'first', got 0.0"),
+        ({"unit": -1.0}, ValueError, "unit must be a positive finite number or 'first', got -1.0"),
         ({"unit": True}, ValueError, "unit must be a positive finite number"),
         ({"unit": 1e-170}, ValueError, "unit must be a positive finite number"),
         ({"unit": 1e160}, ValueError, "unit must be a positive finite number"),
