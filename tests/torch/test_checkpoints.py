@@ -192,6 +192,8 @@ dtypes = [torch.float64, pytest.param(torch.bfloat16, marks=pytest.mark.long)]
 @pytest.mark.parametrize("dtype", dtypes, ids=str)
 @pytest.mark.parametrize("cut", [3, 7, 10, 12])
 def test_a_run_that_is_interrupted_goes_on_bit_by_bit(case, name, dtype, cut, tmp_path):
+    if "dcp" in name and cut == 7 and not case.paired:
+        pytest.skip("torch's checkpoint loads no state of a parameter that is frozen")
     assert_goes_on(case, dtype, tmp_path, INTERRUPTIONS[name], cut)
 
 
@@ -244,6 +246,9 @@ def test_dcp_loads_with_more_layers_frozen(case, tmp_path):
     assert new.opt.grad_evaluations == run.opt.grad_evaluations
     run.params[0].requires_grad_(False)
     assert_same(values(run.train(5).params), values(new.train(5).params))
+    new.params[0].requires_grad_(True)  # starts now
+    held = values(new.params)
+    assert all(bool((p != q).any()) for p, q in zip(new.train().params, held))
 
 
 @every

@@ -36,8 +36,8 @@ class BaseOptimizer(Optimizer, ABC):
 
     `state[p]` has the parameter's buffers and `initialized`: whether it has had a gradient. Numbers
     that all parameters share are in a dictionary, `scalars`, in the state of the last trainable
-    parameter (on an accelerator, if there is one): torch's loader and its distributed checkpoint
-    leave out frozen parameters, which usually come first. `generation` counts loads and resets.
+    parameter: torch's distributed checkpoint leaves out frozen ones. `generation` counts loads and
+    resets.
 
     `_rebuild` makes state and tables, also when `_refresh` notices that parameters have come or
     gone. Every pass begins with `_collect`, which sorts the parameters into `TensorGroup`s.
@@ -211,7 +211,9 @@ class BaseOptimizer(Optimizer, ABC):
         shard_groups = (g for info in self._infos for g in info.process_groups)
         self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_state()
-        device, states = self._state_owner.device, [info.state for info in self._infos]
+        # On an accelerator, if there is one.
+        self._where = max(reversed(params), key=lambda p: p.device.type != "cpu")
+        device, states = self._where.device, [info.state for info in self._infos]
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
@@ -220,48 +222,30 @@ class BaseOptimizer(Optimizer, ABC):
         return [id(x) for group in self.param_groups for x in (group, *group["params"])]
 
     def _place_state(self) -> None:
-        """Place buffers beside trainable parameters, and `scalars` with the last of them."""
-        for info in self._infos:
-            fits = all(
-                tuple(info.state[name].shape) == kind.shape_for(info.p)
-                for name, kind in self._buffers(info.p).items()
-                if name in info.state
-            )
-            # Only a step without a frozen parameter frees its buffers.
-            if info.p.requires_grad or (info.state["initialized"] and fits):
-                self._place_buffers(info)
-            elif not info.state["initialized"]:
-                self._release(info)
-        self._place_scalars()
-
-    def _place_scalars(self) -> None:
-        """Put `scalars` with the last trainable parameter, on an accelerator if there is one."""
+        """Place buffers beside their parameters, and `scalars` with the last trainable one."""
+        self._state_owner = self._infos[-1].p
         for info in self._infos:
             info.state.pop("scalars", None)
-        self._trainable = [p.requires_grad for p in self.parameters()]
-        params = reversed(self.parameters())
-        self._state_owner = max(params, key=lambda p: (p.requires_grad, p.device.type != "cpu"))
+            if info.p.requires_grad:
+                self._state_owner = info.p
+            if info.p.requires_grad or info.state["initialized"]:
+                self._place_buffers(info)
         self.state[self._state_owner]["scalars"] = self._shared_state
 
     @torch.inference_mode(False)
     def _place_buffers(self, info: ParamInfo) -> None:
         """Make a parameter's buffers, or let them follow it after `.to()`."""
         p, state, kinds = info.p, info.state, self._buffers(info.p)
-        info.process_groups = norm_groups(p)  # raises if it was sharded by FSDP1 meanwhile
+        if info.layout == layout(p):
+            return
+        info.layout, info.process_groups = layout(p), norm_groups(p)  # raises for FSDP1
         for name in self._buffer_names:
             if name in kinds:
                 state[name] = kinds[name].placed(p, state.get(name))
             else:
                 state.pop(name, None)
-        info.layout = layout(p)
-        if self._tensor_initial and info.coordinates_layout != info.layout:
-            info.coordinates, info.coordinates_layout = SampledCoordinates.of(p), info.layout
-
-    def _release(self, info: ParamInfo) -> None:
-        """Free the buffers of a frozen parameter, which starts over if it is unfrozen."""
-        for name in self._buffer_names:
-            info.state.pop(name, None)
-        info.state["initialized"], info.layout, info.key = 0, None, None
+        if self._tensor_initial:
+            info.coordinates = SampledCoordinates.of(p)
 
     def _refresh(self) -> None:
         """Adopt parameters if the groups have changed; raise if the state was emptied."""
@@ -279,12 +263,10 @@ class BaseOptimizer(Optimizer, ABC):
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
                 "with opt.load_state_dict()"
             )
-        if self._trainable != [p.requires_grad for p in self.parameters()]:
-            self._place_scalars()
         if (
             scalars is not self._shared_state  # Lightning copies dictionaries
             or self._groups_now() != self._known_groups
-            or self._shared_table.tensor.device != self._state_owner.device
+            or self._shared_table.tensor.device != self._where.device
         ):
             self._shared_state = scalars
             self._rebuild()
@@ -292,8 +274,9 @@ class BaseOptimizer(Optimizer, ABC):
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
         """Sort the parameters that take part in a pass into groups, without their buffers.
 
-        A parameter waits for its first gradient; one that was frozen loses its buffers. If
-        `missing_is_zero`, one that has had a gradient takes part without one too.
+        A parameter waits for its first gradient. With `missing_is_zero`, for pairs, it then takes
+        part without one too, until it is frozen, and starts over when it is unfrozen: its estimator
+        would be that of another point.
         """
         self._refresh()
         groups: dict[Any, TensorGroup] = {}
@@ -302,9 +285,8 @@ class BaseOptimizer(Optimizer, ABC):
             p, state = info.p, info.state
             g, is_initialized = p.grad, state["initialized"]
             if not p.requires_grad:
-                if is_initialized:
-                    self._release(info)
-                    self._tensor_table.reset(info.index)
+                if missing_is_zero:
+                    state["initialized"] = 0
                 continue
             if g is None:
                 if not (missing_is_zero and is_initialized):
@@ -341,8 +323,13 @@ class BaseOptimizer(Optimizer, ABC):
         p = info.p
         if g.shape != p.shape:
             reject_gradient(self.param_groups, p, g)
-        if key[:4] != info.layout:
-            self._place_buffers(info)
+        self._place_buffers(info)
+        for name, kind in self._buffers(p).items():
+            if info.state[name].shape != kind.shape_for(p):
+                raise ValueError(
+                    f"a parameter has the shape {tuple(p.shape)}, which its state does not fit: "
+                    "it was resized. Call opt.reset() to start over"
+                )
         info.key, info.kernels = key, None
         is_contiguous = p.is_contiguous() and g.is_contiguous()
         info.is_ordinary = type(p) in _ORDINARY_TYPES and not p.is_complex() and is_contiguous

@@ -88,7 +88,6 @@ class ParamInfo:
     process_groups: ProcessGroups
     layout: Any = None  # device, dtype, shape and strides for which its buffers were made
     coordinates: Any = None  # `SampledCoordinates`, if the optimizer has numbers per tensor
-    coordinates_layout: Any = None  # for which they were made
     key: Any = None  # layouts of parameter and gradient for which the rest was chosen
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
@@ -107,7 +106,7 @@ class BufferKind(NamedTuple):
     shape: tuple[int, ...] | None = None  # None: sharded and laid out as the parameter
 
     def shape_for(self, p: Tensor) -> tuple[int, ...]:
-        return tuple(p.shape) if self.shape is None else self.shape
+        return p.shape if self.shape is None else self.shape
 
     def placed(self, p: Tensor, buffer: Tensor | None) -> Tensor:
         """Return a new buffer of p, or one that follows p's device, dtype and layout."""
@@ -115,11 +114,8 @@ class BufferKind(NamedTuple):
             return torch.zeros_like(p, dtype=self.dtype, requires_grad=False)
         if buffer is None:
             return torch.zeros(self.shape_for(p), dtype=self.dtype, device=p.device)
-        if tuple(buffer.shape) != self.shape_for(p):
-            raise ValueError(
-                f"a parameter has the shape {tuple(p.shape)}, its state {tuple(buffer.shape)}: it "
-                "was resized. Call opt.reset() to start over"
-            )
+        if buffer.shape != self.shape_for(p):
+            return buffer  # a frozen parameter may be emptied
         if self.shape is None and buffer.stride() != p.stride():
             like = torch.empty_like(p, dtype=self.dtype, requires_grad=False)
             if buffer.stride() != like.stride():  # those of p may have gaps
@@ -145,9 +141,9 @@ class ScalarTable:
         self, initial: Mapping[str, float], owners: Sequence[State], device: torch.device
     ) -> None:
         dtype = accumulator_dtype(device)
-        self._initial = torch.tensor(list(initial.values()), dtype=dtype, device=device)
+        column = torch.tensor(list(initial.values()), dtype=dtype, device=device)
         self.names = tuple(initial)
-        self.tensor = self._initial.unsqueeze(1).repeat(1, len(owners))
+        self.tensor = column.unsqueeze(1).repeat(1, len(owners))
         # What would have to be loaded to the device again.
         self._selections: dict[Any, Any] = {}
         self.options: dict[str, Any] = {}  # of Untuned, per tensor, and for which groups
@@ -212,10 +208,6 @@ class ScalarTable:
         full = np.zeros(shape) if self.on_host else self.tensor.new_zeros(shape)
         full[:, index] = rows
         return full
-
-    def reset(self, index: int) -> None:
-        """Set one owner's numbers to their initial values."""
-        self.tensor[:, index] = self._initial
 
     def snapshot(self) -> list[State]:
         """Return the numbers of each owner by name, as tensors of their own on the CPU."""
