@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -13,7 +10,7 @@ from stormplus.torch._base import BaseOptimizer
 from stormplus.torch._checkpoint import entries, scalars_of
 from stormplus.torch._checks import parameter_name, warn
 from stormplus.torch._sharding import coordinate_count, is_dtensor, local, reshard
-from stormplus.torch._tensors import BufferKind, State, TensorGroup, wide_dtype
+from stormplus.torch._tensors import BufferKind, Numbers, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 
 _ADAM_LIKE_LR = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
@@ -25,23 +22,10 @@ class AveragedOptimizer(BaseOptimizer):
     _state_dtype: torch.dtype | None  # of z_minus_x and grad_rms; None: the parameters' precision
     _lr_checked = False
     _compared = 0  # the generation whose parameters were compared with the state
-    _left_by_eval: tuple[int, dict[int, int]] = (-1, {})  # the generation, and versions by id
 
-    def _start(self, groups: list[TensorGroup]) -> None:
+    def _start(self, groups: list[TensorGroup], size: Numbers, natural_scale: Numbers) -> None:
         """Let tensors that get their first gradient start from where they are."""
-        table = self._tensor_table
-        indices = sorted(index for tensors in groups for index in tensors.indices)
-        infos = [self._infos[i] for i in indices]
-        _, mask = table.index_and_mask(indices)
-        constants = {
-            "size": [info.coordinates.size for info in infos],
-            "sample_count": [info.coordinates.count for info in infos],
-            "natural_scale": [rule.natural_scale(_inputs(info.p)) for info in infos],
-        }
-        full_rows = table.scatter(np.array(list(constants.values()), np.float64), indices)
-        table.write(dict(zip(constants, full_rows)), mask)
-        rows = table.rows
-        parts = []
+        table, parts = self._tensor_table, []
         for tensors in groups:
             # Preallocate: scalars between large temporaries fragment the allocator.
             squares = torch.empty(
@@ -49,23 +33,14 @@ class AveragedOptimizer(BaseOptimizer):
             )
             for i, x in enumerate(tensors.params):
                 squares[i] = plain.squared_norm(x)
-            parts.append((tensors.process_groups, table.scatter((squares,), tensors.indices)))
-        rms = (self._total(parts)[0] / rows["size"]) ** 0.5
-        ceiling = rule.distance_ceiling(rms, rows["natural_scale"], table.xp)
-        if table.on_host:
-            for info in infos:
-                if not math.isfinite(ceiling[info.index]):
-                    name = parameter_name(self.param_groups, info.p)
-                    self._fail(f"{name} is not finite; nothing has moved")
-        for tensors in groups:
-            for x, z_1, coordinates in zip(
-                tensors.params, tensors.initial_sample, tensors.coordinates
-            ):
-                coordinates.store(x, z_1, tensors.process_groups)
+                tensors.coordinates[i].store(x, tensors.initial_sample[i], tensors.process_groups)
             for x, master in zip(tensors.params, tensors.masters):
                 master.copy_(x)
+            parts.append((tensors.process_groups, table.scatter((squares,), tensors.indices)))
+        rms = (self._total(parts)[0] / size) ** 0.5
+        ceiling = rule.distance_ceiling(rms, natural_scale, table.xp)
+        _, mask = table.select(sorted(index for tensors in groups for index in tensors.indices))
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
-        self._mark_initialized(groups)
 
     def _check_lr(self, lrs: list[float]) -> None:
         """Raise if an lr is negative; warn if the first ones look like Adam's learning rate."""
@@ -125,9 +100,9 @@ class AveragedOptimizer(BaseOptimizer):
                     if state["initialized"]:
                         local(p).copy_(_average(state))
             self._shared_state["averaged"] = 1
-        elif self._left_by_eval[0] == self.generation:
-            return
-        self._left_by_eval = self.generation, {id(p): p._version for p in self.parameters()}
+        for info in self._infos:
+            if info.average_version is None:  # else eval() was called before
+                info.average_version = info.p._version
 
     @torch.no_grad()
     def train(self) -> None:
@@ -148,6 +123,7 @@ class AveragedOptimizer(BaseOptimizer):
             iterate: Tensor | None = info.state.pop("iterate", None)
             if iterate is not None and info.state["initialized"]:
                 info.p.copy_(iterate)
+            info.average_version = None
         self._shared_state["averaged"] = 0
 
     @property
@@ -157,12 +133,10 @@ class AveragedOptimizer(BaseOptimizer):
 
         A write through `p.data` is not seen: torch does not count it.
         """
-        generation, versions = self._left_by_eval
-        if not self.at_average or generation != self.generation:
-            return False  # a loaded state belongs to whatever is there
-        for info in self._infos:
+        for info in self._infos if self.at_average else ():
             p, state = info.p, info.state
-            if versions.get(id(p), p._version) == p._version or not state["initialized"]:
+            # None after loading: the state belongs to whatever is there.
+            if info.average_version in (None, p._version) or not state["initialized"]:
                 continue
             # The same weights again change nothing. Shards are not compared: it matters more that
             # all processes come to the same answer.
@@ -211,9 +185,3 @@ def _average(state: State) -> Tensor:
     master = state.get("master")
     y = plain.full_precision(local(state["iterate"]), None if master is None else local(master))
     return y - (1 - rule.INTERPOLATION) * local(state["z_minus_x"]).to(y)
-
-
-def _inputs(p: Tensor) -> int:
-    """Return how many numbers make up one output; of a vector, its length."""
-    shape = (*p.shape, 2) if p.is_complex() else p.shape
-    return math.prod(shape[1:] if len(shape) > 1 else shape)

@@ -55,7 +55,6 @@ class BaseOptimizer(Optimizer, ABC):
 
     def __init__(self, params: Any, defaults: dict[str, Any], *, check_finite: bool) -> None:
         self._check_finite = check_finite
-        self._shared_state: State = {}
         self._infos: list[ParamInfo] = []  # empty during construction
         self._pass_hooks: OrderedDict[int, Callable[[Any, str], Any]] = OrderedDict()
         self.generation = 0
@@ -76,8 +75,8 @@ class BaseOptimizer(Optimizer, ABC):
     def _buffers(self, p: Tensor) -> dict[str, BufferKind]:
         """Return which buffers a parameter has."""
 
-    def _check_options(self, group: dict[str, Any], *, added: bool) -> None:
-        """Raise if a parameter group's own options make no sense."""
+    def _check_added(self, group: dict[str, Any]) -> None:
+        """Raise or warn if a parameter group that is added makes no sense to the subclass."""
 
     def _check_loaded(self, state_dict: State) -> None:
         """Raise if a saved state cannot be loaded, for a reason of the subclass."""
@@ -181,7 +180,7 @@ class BaseOptimizer(Optimizer, ABC):
         group = self.param_groups[-1]
         try:
             check_group(group)
-            self._check_options(group, added=True)
+            self._check_added(group)
         except Exception:
             self.param_groups.pop()  # a rejected group leaves no trace
             raise
@@ -191,14 +190,18 @@ class BaseOptimizer(Optimizer, ABC):
     @torch.inference_mode(False)  # a tensor created inside could not be updated later
     def _rebuild(self) -> None:
         """Make state for new parameters, drop that of removed ones, and make new tables."""
+        shared = (
+            e["scalars"] for e in self.state.values() if isinstance(e, dict) and "scalars" in e
+        )
+        self._shared_state: State = next(shared, {}) or {
+            "format": _checkpoint.FORMAT,
+            "identity": _checkpoint.encode(self._identity()),
+            **self._initial_flags(),
+        }
         params = self.parameters()
-        known = set(params)
-        for p in [p for p in self.state if isinstance(p, Tensor) and p not in known]:
-            del self.state[p]
-        if not self._shared_state:
-            identity = _checkpoint.encode(self._identity())
-            self._shared_state = {"format": _checkpoint.FORMAT, "identity": identity}
-            self._shared_state |= self._initial_flags()
+        for p in self.state.keys() - set(params):
+            if isinstance(p, Tensor):
+                del self.state[p]
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
@@ -268,7 +271,6 @@ class BaseOptimizer(Optimizer, ABC):
             or self._groups_now() != self._known_groups
             or self._shared_table.tensor.device != self._where.device
         ):
-            self._shared_state = scalars
             self._rebuild()
 
     def _collect(self, *, missing_is_zero: bool) -> list[TensorGroup]:
@@ -343,8 +345,9 @@ class BaseOptimizer(Optimizer, ABC):
             info.kernels = choose_kernels(tensors, info.param_group.get("foreach"))
         # If the options are per tensor, param groups share a pass.
         param_group = 0 if self._tensor_initial else id(info.param_group)
-        kind = info.kernels.__name__, x.device, x.dtype, g.dtype, info.process_groups
-        info.group_key = self._group_keys.setdefault((param_group, kind), len(self._group_keys))
+        where = x.device, x.dtype, g.dtype, info.process_groups
+        group_key = param_group, info.kernels.__name__, *where
+        info.group_key = self._group_keys.setdefault(group_key, len(self._group_keys))
 
     def _mark_initialized(self, groups: list[TensorGroup]) -> None:
         for index in (index for tensors in groups if tensors.is_new for index in tensors.indices):
@@ -354,9 +357,8 @@ class BaseOptimizer(Optimizer, ABC):
         """Start over: the state is as after construction, with the parameters as they are."""
         for group in self.param_groups:  # before anything is lost
             check_group(group)
-            self._check_options(group, added=False)
         self.state.clear()
-        self._shared_state, self._skips_reported, self._skips_on_host = {}, 0.0, None
+        self._skips_reported, self._skips_on_host = 0.0, None
         self.generation += 1
         self._rebuild()
 
@@ -369,15 +371,11 @@ class BaseOptimizer(Optimizer, ABC):
 
         def copy_numbers(_: Optimizer, packed: State) -> None:
             copies = self._copied_numbers()
-            for i, p in enumerate(self.parameters()):
-                packed["state"][i] = copies[p]
+            packed["state"] |= {i: copies[p] for i, p in enumerate(self.parameters())}
 
         # After pre-hooks, which may call eval(), and before the user's own post-hooks.
-        hook = self.register_state_dict_post_hook(copy_numbers, prepend=True)
-        try:
+        with self.register_state_dict_post_hook(copy_numbers, prepend=True):
             return super().state_dict()
-        finally:
-            hook.remove()
 
     def _copied_numbers(self) -> defaultdict[Tensor, State]:
         """Return the state with its numbers copied: pickling a view would save the whole table."""
@@ -404,30 +402,23 @@ class BaseOptimizer(Optimizer, ABC):
             # torch has cast every tensor to its parameter's dtype; use the saved ones instead.
             for entry, p in zip(_checkpoint.entries(saved), self.parameters()):
                 self.state[p] = _checkpoint.copied(entry)
-            self._shared_state = _checkpoint.copied(_checkpoint.scalars_of(saved))
-            self._skips_reported, self._skips_on_host = float(self._shared_state["skipped"]), None
             self.generation += 1
             self._rebuild()
+            self._skips_reported, self._skips_on_host = float(self.skipped), None
 
-        hooks = (
+        with (
             self.register_load_state_dict_pre_hook(check),  # after the user's own
             self.register_load_state_dict_post_hook(restore, prepend=True),  # before them
-        )
-        try:
+        ):
             super().load_state_dict(state_dict)
-        finally:
-            for hook in hooks:
-                hook.remove()
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("_check_finite", "generation", "_skips_reported", *self._copied_names)
         attributes = {name: vars(self)[name] for name in names if name in vars(self)}
-        state = self._copied_numbers()
-        attributes["_shared_state"] = state[self._state_owner]["scalars"]
-        return super().__getstate__() | attributes | {"state": state}
+        return super().__getstate__() | attributes | {"state": self._copied_numbers()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        if "_shared_state" in state:  # a copy; torch's loader calls this too
+        if "generation" in state:  # a copy; torch's loader calls this too
             self._pass_hooks = OrderedDict()
             self._rebuild()

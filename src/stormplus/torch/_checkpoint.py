@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from stormplus.torch._tensors import BufferKind, State
 
-FORMAT = 5
+FORMAT = 6
 _IDENTITY_SIZE = 1024  # the distributed checkpoint loads into tensors of the same size
 
 
@@ -40,7 +41,8 @@ def scalars_of(state_dict: State) -> State:
 
 def copied(entry: State) -> State:
     """Return a part of a state with tensors of its own."""
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in entry.items()}
+    own: State = tree_map_only(Tensor, Tensor.clone, entry)
+    return own
 
 
 def check_loadable(state_dict: State, identity: Mapping[str, Any], optimizer: str) -> None:

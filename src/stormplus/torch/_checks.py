@@ -35,7 +35,8 @@ def check_group(group: dict[str, Any]) -> None:
     if isinstance(lr, Tensor) and lr.numel() != 1:
         raise ValueError(f"Tensor lr must be 1-element, got the shape {tuple(lr.shape)}")
     check_number("lr", float(lr) if isinstance(lr, Tensor) else lr)
-    check_number("weight_decay", group["weight_decay"])
+    for name in {"weight_decay", "factor"} & group.keys():
+        check_number(name, group[name])
     for p in group["params"]:
         if not (p.is_floating_point() or p.is_complex()):
             raise TypeError(f"parameters must be floating point or complex, got {p.dtype}")
@@ -123,11 +124,9 @@ def reject_lr(init: Callable[..., None]) -> Callable[..., None]:
     """Let a constructor raise for a learning rate, with what to do instead."""
 
     @functools.wraps(init)
-    def checked(self: Any, *args: Any, **kwargs: Any) -> None:
-        if len(args) > 1:
-            raise TypeError(f"Untuned() accepts only params positionally; {NO_LR}")
-        if {"lr", "learning_rate"} & kwargs.keys():
+    def checked(self: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+        if args or {"lr", "learning_rate"} & kwargs.keys():
             raise TypeError(f"{NO_LR}. A trainer that passes one needs stormplus.integrations")
-        init(self, *args, **kwargs)
+        init(self, params, **kwargs)
 
     return checked

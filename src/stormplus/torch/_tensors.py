@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -92,6 +92,7 @@ class ParamInfo:
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
     is_ordinary: bool = True  # contiguous and real, of type Tensor or Parameter
+    average_version: int | None = None  # its version counter where `Untuned.eval()` has left it
 
 
 def layout(p: Tensor) -> tuple[Any, ...]:
@@ -142,11 +143,8 @@ class ScalarTable:
     ) -> None:
         dtype = accumulator_dtype(device)
         column = torch.tensor(list(initial.values()), dtype=dtype, device=device)
-        self.names = tuple(initial)
+        self.names, self.width = tuple(initial), len(owners)
         self.tensor = column.unsqueeze(1).repeat(1, len(owners))
-        # What would have to be loaded to the device again.
-        self._selections: dict[Any, Any] = {}
-        self.options: dict[str, Any] = {}  # of Untuned, per tensor, and for which groups
         for name, row in zip(initial, self.tensor.unbind()):
             for owner, number in zip(owners, row.unbind()):
                 if name in owner:
@@ -160,6 +158,7 @@ class ScalarTable:
         self.xp: ModuleType = np if on_host else torch
         rows = self.tensor.numpy() if on_host else self.tensor.unbind()
         self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
+        self._uploads: dict[Any, Sequence[Numbers]] = {}
 
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""
@@ -175,32 +174,33 @@ class ScalarTable:
             else:
                 np.copyto(rows[name], value, where=mask)
 
-    def array(self, values: Any) -> Numbers:
-        """Return a NumPy array as it is on the CPU, as a tensor on a device."""
-        if self.on_host:
-            return values
-        tensor = torch.from_numpy(values)
-        dtype = self.tensor.dtype if tensor.is_floating_point() else tensor.dtype
-        return tensor.to(dtype).to(self.tensor.device, non_blocking=True)
+    def uploaded(self, key: Any, make: Callable[[], Sequence[Any]]) -> Sequence[Numbers]:
+        """Return the NumPy arrays that `make` returns, on the table's device; once per key."""
+        if key not in self._uploads:
+            if len(self._uploads) > 64:
+                self._uploads.clear()
+            arrays = make()
+            if not self.on_host:
+                arrays = [torch.from_numpy(array) for array in arrays]
+                arrays = [t.to(self.tensor.dtype) if t.is_floating_point() else t for t in arrays]
+                arrays = [t.to(self.tensor.device, non_blocking=True) for t in arrays]
+            self._uploads[key] = arrays
+        return self._uploads[key]
 
-    def index_and_mask(self, indices: Sequence[int]) -> tuple[Any, Any]:
+    def select(self, indices: Sequence[int]) -> tuple[Any, Any]:
         """Return some owners as an index and as a mask; (slice(None), None) for all."""
-        width = self.tensor.shape[1]
-        if len(indices) == width:
+        if len(indices) == self.width:
             return slice(None), None
-        key = self.on_host, *indices
-        if key not in self._selections:
-            if len(self._selections) > 64:
-                self._selections.clear()
-            here = set(indices)
-            index, mask = np.array(indices), np.array([i in here for i in range(width)])
-            self._selections[key] = self.array(index), self.array(mask)
-        index, mask = self._selections[key]
+
+        def make() -> Sequence[Any]:
+            return np.array(indices), np.isin(range(self.width), indices)
+
+        index, mask = self.uploaded(tuple(indices), make)
         return index, mask
 
     def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:
         """Return full rows, with the numbers of some owners and zeros for the others."""
-        index, mask = self.index_and_mask(indices)
+        index, mask = self.select(indices)
         rows: Numbers = np.asarray(numbers) if self.on_host else as_tensor(numbers, self.tensor)
         if mask is None:
             return rows

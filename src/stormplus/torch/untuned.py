@@ -8,7 +8,7 @@ Zhang's (2013). STORM+'s estimator is not in it: docs/untuned-study.md has the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from stormplus import untuned_rule as rule
 from stormplus.torch._average import AveragedOptimizer
-from stormplus.torch._checks import NO_LR, check_number, parameter_name, reject_lr, warn
+from stormplus.torch._checks import NO_LR, parameter_name, reject_lr, warn
+from stormplus.torch._sharding import coordinate_count
 from stormplus.torch._tensors import Numbers, State, TensorGroup
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.trainers import check_trainer
@@ -31,7 +32,9 @@ class _PerTensorOptions(NamedTuple):
     weight_decay: Numbers
     sign: Numbers  # -1 to maximize
     eligible: Numbers  # see `untuned_rule.eligible_tensors`; frozen tensors are not
-    decays: bool  # whether any tensor has weight decay
+    size: Numbers
+    sample_count: Numbers  # on how many coordinates the distance is measured
+    natural_scale: Numbers
 
 
 class Untuned(AveragedOptimizer):
@@ -83,10 +86,6 @@ class Untuned(AveragedOptimizer):
         "walk": rule.INITIAL_WALK,
         "evidence": 0.0,
         "displacement": 0.0,  # the RMS of z - z_1
-        # Constants, known from the first gradient on.
-        "size": 1.0,
-        "sample_count": 1.0,
-        "natural_scale": 1.0,
     }
     _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
     _copied_names = ("_state_dtype", "_compared", "_lr_checked")
@@ -148,68 +147,66 @@ class Untuned(AveragedOptimizer):
 
     def _update(self, groups: list[TensorGroup]) -> None:
         """Compute the scalars of all tensors, and take the step."""
-        skip, grad_scale = self._skip_flag(groups)
         table = self._tensor_table
-        rows, xp = table.rows, table.xp
-        if skip is not None and table.on_host:
-            return  # GradScaler has found an overflow
+        rows, xp, on_host = table.rows, table.xp, table.on_host
+        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
+        if found_inf is None:
+            skip = self._check_gradients(groups)
+        elif on_host:  # a GradScaler has looked for overflows, and expects no error
+            if found_inf:
+                return
+            skip = None
+        else:
+            self._raise_if_skipped()
+            skip = self._on_device(found_inf) > 0
+        options = self._per_tensor_options()
         new_groups = [tensors for tensors in groups if tensors.is_new]
         if new_groups:
-            self._start(new_groups)
+            self._start(new_groups, options.size, options.natural_scale)
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
-        options = self._per_tensor_options()
-        # `has_grad` is None if every tensor has a gradient.
-        _, has_grad = table.index_and_mask([i for tensors in groups for i in tensors.indices])
+        # None if every tensor has a gradient.
+        _, has_grad = table.select([i for tensors in groups for i in tensors.indices])
         scalars = rule.UntunedScalars.from_rows(rows)
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
-        with np.errstate(all="ignore") if table.on_host else nullcontext():
-            eta = rule.next_step_size(scalars, xp)
-            skip = self._check_parameters(rows["displacement"], eta, has_grad, skip)
-            coefficients = self._coefficients(scalars, eta, options, grad_scale)
+        with np.errstate(all="ignore") if on_host else nullcontext():
+            t, eta = scalars.step + 1.0, rule.next_step_size(scalars, xp)
+            skip = self._check_parameters(rows["displacement"] + eta, has_grad, skip)
+            alpha, decay, sign = options.lr * eta, options.weight_decay, options.sign
+            if any(group["weight_decay"] for group in self.param_groups):
+                natural = options.natural_scale
+                decay = rule.decay_fraction(decay, alpha, natural, scalars.ceiling, xp)
+            if scale is not None:
+                sign = sign / (float(scale) if on_host else self._on_device(scale))
+            coefficients = UntunedCoefficients(
+                alpha=alpha,
+                max_move=options.lr * scalars.distance,
+                decay=decay,
+                grad_weight=rule.grad_weight(t),
+                average_weight=rule.average_weight(t),
+                grad_factor=sign,
+                step=t,
+            )
             u_sq, displacement_sq = self._run_passes(groups, coefficients, skip)
-            displacement = (displacement_sq / rows["sample_count"]) ** 0.5
+            displacement = (displacement_sq / options.sample_count) ** 0.5
             if has_grad is not None:
                 displacement = xp.where(has_grad, displacement, rows["displacement"])
             new = rule.after_step(
                 scalars,
                 step_size=eta,
-                alpha=coefficients.alpha,
-                mean_square=u_sq / rows["size"],
+                alpha=alpha,
+                mean_square=u_sq / options.size,
                 displacement=displacement,
                 eligible=options.eligible,
                 xp=xp,
             )
+        self._mark_initialized(new_groups)
         mask = has_grad
         if skip is not None:
             mask = ~skip if has_grad is None else has_grad & ~skip
             self._count_skip(skip)
         table.write(new.to_rows() | {"displacement": displacement}, mask)
         self._shared_table.rows["grad_evaluations"] += 1.0 if skip is None else ~skip
-
-    def _coefficients(
-        self,
-        scalars: rule.UntunedScalars,
-        eta: Numbers,
-        options: _PerTensorOptions,
-        grad_scale: Any,
-    ) -> UntunedCoefficients:
-        """Return what the passes need to know about each tensor."""
-        alpha, t = options.lr * eta, scalars.step + 1.0
-        decay = options.weight_decay
-        if options.decays:  # else it is zero
-            table = self._tensor_table
-            natural = table.rows["natural_scale"]
-            decay = rule.decay_fraction(decay, alpha, natural, scalars.ceiling, table.xp)
-        return UntunedCoefficients(
-            alpha=alpha,
-            max_move=options.lr * scalars.distance,
-            decay=decay,
-            grad_weight=rule.grad_weight(t),
-            average_weight=rule.average_weight(t),
-            grad_factor=options.sign if grad_scale is None else options.sign / grad_scale,
-            step=t,
-        )
 
     def _run_passes(
         self, groups: list[TensorGroup], coefficients: UntunedCoefficients, skip: Tensor | None
@@ -218,7 +215,7 @@ class Untuned(AveragedOptimizer):
         table, parts = self._tensor_table, []
         for tensors in groups:
             of_these, flag = coefficients, skip
-            index, mask = table.index_and_mask(tensors.indices)
+            index, mask = table.select(tensors.indices)
             if mask is not None or tensors.device != table.tensor.device:
                 of_these = coefficients.of(index, tensors.device)
                 flag = skip if skip is None else skip.to(tensors.device)
@@ -229,36 +226,22 @@ class Untuned(AveragedOptimizer):
         u_sq, displacement_sq = self._total(parts)
         return u_sq, displacement_sq
 
-    def _skip_flag(self, groups: list[TensorGroup]) -> tuple[Tensor | None, Any]:
-        """Return whether to skip the step (None: no), and the factor by which gradients are scaled.
-
-        A GradScaler has looked for overflows itself, and expects no error.
-        """
-        scale, found_inf = getattr(self, "grad_scale", None), getattr(self, "found_inf", None)
-        like, on_host = self._shared_table.tensor, self._shared_table.on_host
-        if scale is not None:
-            scale = float(scale) if on_host else scale.to(like, non_blocking=True).reshape(())
-        if found_inf is None:
-            return self._check_gradients(groups), scale
-        self._raise_if_skipped()
-        if on_host:
-            return (found_inf if bool(found_inf) else None), scale
-        return found_inf.to(like.device, non_blocking=True).reshape(()) > 0, scale
-
     def _check_parameters(
-        self, displacement: Numbers, eta: Numbers, has_grad: Any, skip: Tensor | None
+        self, numbers: Numbers, has_grad: Any, skip: Tensor | None
     ) -> Tensor | None:
-        """Raise, or on a device add to the flag, if a tensor is not finite or too far away."""
+        """Raise, or on a device add to the flag, if a tensor is not finite or too far away.
+
+        Its entry in `numbers`, the sum of its displacement and its step size, is not finite then.
+        """
         on_host = self._tensor_table.on_host
         if not self._check_finite or (skip is None and not on_host):
             return skip
-        numbers = displacement + eta  # finite if both are; at the end of the range it may overflow
         if on_host and math.isfinite(sum(numbers.tolist())):  # a third of the time of NumPy
             return None
         nonfinite = ~self._tensor_table.xp.isfinite(numbers)
         if has_grad is not None:
             nonfinite &= has_grad
-        if not on_host:
+        if skip is not None:
             flag: Tensor = skip | nonfinite.any()
             return flag
         if nonfinite.any():
@@ -270,34 +253,46 @@ class Untuned(AveragedOptimizer):
         return None
 
     def _per_tensor_options(self) -> _PerTensorOptions:
-        """Return the options of the groups; new arrays only if they have changed."""
+        """Return what is constant; it is uploaded again only if the groups have changed."""
         table, infos = self._tensor_table, self._infos
-        by_group = [_group_options(group, table.on_host) for group in self.param_groups]
-        trainable = [info.p.requires_grad for info in infos]
-        key, options = (by_group, table.on_host, trainable), table.options.get("values")
-        if options is None or table.options["key"] != key:
-            self._check_lr([lr for lr, *_ in by_group])
-            by_id = {id(group): options for group, options in zip(self.param_groups, by_group)}
-            lr, factor, decay, sign = np.array([by_id[id(info.param_group)] for info in infos]).T
-            in_reals = [info.p.ndim + info.p.is_complex() for info in infos]
-            moves = [info.p.requires_grad and info.p.numel() > 0 for info in infos]
-            axes = [n if moving else 0 for n, moving in zip(in_reals, moves)]
-            eligible = np.array(rule.eligible_tensors(axes)) & np.array(moves)
-            options = _PerTensorOptions(
-                lr=table.array(lr * factor),
-                weight_decay=table.array(decay.copy()),
-                sign=table.array(sign.copy()),
-                eligible=table.array(eligible),
-                decays=any(decay > 0 for _, _, decay, _ in by_group),
-            )
-            table.options |= {"values": options, "key": key}
+        options_of: dict[int, tuple[float, ...]] = {}
         for group in self.param_groups:
-            if _is_on_device(group["lr"], table.on_host):  # it multiplies there
-                _, mask = table.index_and_mask([i.index for i in infos if i.param_group is group])
-                scaled = group["lr"].to(options.lr, non_blocking=True) * options.lr
-                lr = scaled if mask is None else torch.where(mask, scaled, options.lr)
-                options = options._replace(lr=lr)
+            lr = 1.0 if self._multiplies_on_device(group["lr"]) else float(group["lr"])
+            sign = -1.0 if group["maximize"] else 1.0
+            options_of[id(group)] = lr, group["factor"], group["weight_decay"], sign
+
+        def make() -> Sequence[Any]:
+            self._check_lr([lr for lr, *_ in options_of.values()])
+            params = [info.p for info in infos]
+            lr, factor, decay, sign = np.array([options_of[id(i.param_group)] for i in infos]).T
+            moves = [p.requires_grad and p.numel() > 0 for p in params]
+            axes = [(p.ndim + p.is_complex()) * moving for p, moving in zip(params, moves)]
+            return _PerTensorOptions(
+                lr=lr * factor,
+                weight_decay=decay.copy(),
+                sign=sign.copy(),
+                eligible=np.array(rule.eligible_tensors(axes)) & np.array(moves),
+                size=np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
+                sample_count=np.array([max(1.0, coordinate_count(p)) for p in params]),
+                natural_scale=np.array([rule.natural_scale(_inputs(p)) for p in params]),
+            )
+
+        key = *options_of.values(), *[info.p.requires_grad for info in infos]
+        options = _PerTensorOptions(*table.uploaded(key, make))
+        for group in self.param_groups:
+            if self._multiplies_on_device(group["lr"]):
+                _, mask = table.select([i.index for i in infos if i.param_group is group])
+                scaled = self._on_device(group["lr"]).to(options.lr) * options.lr
+                rates = scaled if mask is None else torch.where(mask, scaled, options.lr)
+                options = options._replace(lr=rates)
         return options
+
+    def _multiplies_on_device(self, lr: Any) -> bool:
+        on_host = self._tensor_table.on_host
+        return isinstance(lr, Tensor) and lr.device.type != "cpu" and not on_host
+
+    def _on_device(self, number: Tensor) -> Tensor:
+        return number.to(self._tensor_table.tensor.device, non_blocking=True).reshape(())
 
     # -- what the base class needs -----------------------------------------------------------------
 
@@ -307,24 +302,19 @@ class Untuned(AveragedOptimizer):
     def _initial_flags(self) -> State:
         return {"averaged": 0}
 
-    def _check_options(self, group: dict[str, Any], *, added: bool) -> None:
+    def _check_added(self, group: dict[str, Any]) -> None:
         lr = group["lr"]
-        if added and lr not in [1.0, *(g["lr"] for g in self.param_groups if g is not group)]:
-            if not self._infos:
-                raise ValueError(f"a group of Untuned got lr={lr!r}: {NO_LR}")
-            warn(  # a trainer's callback that unfreezes a backbone, at a tenth of the rest
-                f"a group of Untuned was added with lr={float(lr):g}; lr is only a multiplier here "
-                "(default 1.0)"
-            )
-        check_number("factor", group["factor"])
+        if lr in [1.0, *(g["lr"] for g in self.param_groups if g is not group)]:
+            return
+        if not self._infos:
+            raise ValueError(f"a group of Untuned got lr={lr!r}: {NO_LR}")
+        warn(  # a trainer's callback that unfreezes a backbone, at a tenth of the rest
+            f"a group of Untuned was added with lr={float(lr):g}; lr is only a multiplier here "
+            "(default 1.0)"
+        )
 
 
-def _group_options(group: dict[str, Any], on_host: bool) -> tuple[float, float, float, float]:
-    """Return lr (1 if it is on a device), factor, weight decay and sign."""
-    lr = 1.0 if _is_on_device(group["lr"], on_host) else float(group["lr"])
-    sign = -1.0 if group["maximize"] else 1.0
-    return lr, float(group["factor"]), float(group["weight_decay"]), sign
-
-
-def _is_on_device(lr: Any, on_host: bool) -> bool:
-    return isinstance(lr, Tensor) and lr.device.type != "cpu" and not on_host
+def _inputs(p: Tensor) -> int:
+    """Return how many numbers make up one output; of a vector, its length."""
+    shape = (*p.shape, 2) if p.is_complex() else p.shape
+    return math.prod(shape[1:] if len(shape) > 1 else shape)
