@@ -193,7 +193,8 @@ def least_ratio(ratio: Array, walk: Array, eligible: Array, xp: Library) -> Arra
     """
     valid = (walk > INITIAL_WALK) & (ratio < _MAX_RATIO)  # NaN compares False
     least = xp.where(eligible & valid, ratio, _MAX_RATIO).min()
-    return (least % _MAX_RATIO).clip(1.0)  # _MAX_RATIO, if no tensor has moved, becomes 0, then 1
+    above_1 = least % _MAX_RATIO - 1.0  # _MAX_RATIO, if no tensor has moved, becomes 0
+    return 1.0 + (above_1 + abs(above_1)) / 2.0  # `clip` takes NumPy ten times as long
 
 
 def next_evidence(scalars: UntunedScalars, weight: Array, agreement: Array) -> Array:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any, NamedTuple, TypeAlias
@@ -158,7 +158,7 @@ class ScalarTable:
         self.xp: ModuleType = np if on_host else torch
         rows = self.tensor.numpy() if on_host else self.tensor.unbind()
         self.rows: dict[str, Numbers] = dict(zip(self.names, rows))
-        self._uploads: dict[Any, Sequence[Numbers]] = {}
+        self.cache: dict[Any, Any] = {}  # what a step would have to upload again
 
     def write(self, values: Mapping[str, Numbers], mask: Any = None) -> None:
         """Write some rows in place; with a mask, only some columns."""
@@ -174,28 +174,25 @@ class ScalarTable:
             else:
                 np.copyto(rows[name], value, where=mask)
 
-    def uploaded(self, key: Any, make: Callable[[], Sequence[Any]]) -> Sequence[Numbers]:
-        """Return the NumPy arrays that `make` returns, on the table's device; once per key."""
-        if key not in self._uploads:
-            if len(self._uploads) > 64:
-                self._uploads.clear()
-            arrays = make()
-            if not self.on_host:
-                arrays = [torch.from_numpy(array) for array in arrays]
-                arrays = [t.to(self.tensor.dtype) if t.is_floating_point() else t for t in arrays]
-                arrays = [t.to(self.tensor.device, non_blocking=True) for t in arrays]
-            self._uploads[key] = arrays
-        return self._uploads[key]
+    def upload(self, *arrays: Any) -> Sequence[Numbers]:
+        """Return NumPy arrays on the table's device, for `cache`."""
+        if len(self.cache) > 64:
+            self.cache.clear()
+        if self.on_host:
+            return arrays
+        tensors = [torch.from_numpy(array) for array in arrays]
+        tensors = [t.to(self.tensor.dtype) if t.is_floating_point() else t for t in tensors]
+        return [t.to(self.tensor.device, non_blocking=True) for t in tensors]
 
     def select(self, indices: Sequence[int]) -> tuple[Any, Any]:
         """Return some owners as an index and as a mask; (slice(None), None) for all."""
         if len(indices) == self.width:
             return slice(None), None
-
-        def make() -> Sequence[Any]:
-            return np.array(indices), np.isin(range(self.width), indices)
-
-        index, mask = self.uploaded(tuple(indices), make)
+        key = tuple(indices)
+        if key not in self.cache:
+            mask = np.isin(range(self.width), indices)
+            self.cache[key] = self.upload(np.array(indices), mask)
+        index, mask = self.cache[key]
         return index, mask
 
     def scatter(self, numbers: Any, indices: Sequence[int]) -> Numbers:

@@ -8,7 +8,7 @@ Zhang's (2013). STORM+'s estimator is not in it: docs/untuned-study.md has the s
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any, ClassVar, NamedTuple
 
@@ -200,7 +200,8 @@ class Untuned(AveragedOptimizer):
                 eligible=options.eligible,
                 xp=xp,
             )
-        self._mark_initialized(new_groups)
+        if new_groups:
+            self._mark_initialized(new_groups)
         mask = has_grad
         if skip is not None:
             mask = ~skip if has_grad is None else has_grad & ~skip
@@ -254,42 +255,48 @@ class Untuned(AveragedOptimizer):
 
     def _per_tensor_options(self) -> _PerTensorOptions:
         """Return what is constant; it is uploaded again only if the groups have changed."""
-        table, infos = self._tensor_table, self._infos
-        options_of: dict[int, tuple[float, ...]] = {}
-        for group in self.param_groups:
-            lr = 1.0 if self._multiplies_on_device(group["lr"]) else float(group["lr"])
-            sign = -1.0 if group["maximize"] else 1.0
-            options_of[id(group)] = lr, group["factor"], group["weight_decay"], sign
-
-        def make() -> Sequence[Any]:
-            self._check_lr([lr for lr, *_ in options_of.values()])
+        table, infos, groups = self._tensor_table, self._infos, self.param_groups
+        # These are read on the device, and multiply there.
+        lr_on_device = [
+            group
+            for group in groups
+            if isinstance(group["lr"], Tensor)
+            and group["lr"].device.type != "cpu"
+            and not table.on_host
+        ]
+        names = "factor", "weight_decay", "maximize"
+        lrs = [1.0 if group in lr_on_device else float(group["lr"]) for group in groups]
+        key = (
+            *lrs,
+            *[g[name] for g in groups for name in names],
+            *[i.p.requires_grad for i in infos],
+        )
+        options = table.cache.get(key)
+        if options is None:
+            self._check_lr(lrs)
+            group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
+            of_groups = [[g[name] for g in groups] for name in names]
+            factor, decay, maximize = np.array(of_groups, np.float64)[:, group_of]
             params = [info.p for info in infos]
-            lr, factor, decay, sign = np.array([options_of[id(i.param_group)] for i in infos]).T
             moves = [p.requires_grad and p.numel() > 0 for p in params]
             axes = [(p.ndim + p.is_complex()) * moving for p, moving in zip(params, moves)]
-            return _PerTensorOptions(
-                lr=lr * factor,
-                weight_decay=decay.copy(),
-                sign=sign.copy(),
-                eligible=np.array(rule.eligible_tensors(axes)) & np.array(moves),
-                size=np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
-                sample_count=np.array([max(1.0, coordinate_count(p)) for p in params]),
-                natural_scale=np.array([rule.natural_scale(_inputs(p)) for p in params]),
+            options = table.cache[key] = _PerTensorOptions(
+                *table.upload(
+                    np.array(lrs)[group_of] * factor,
+                    decay,
+                    1.0 - 2.0 * maximize,
+                    np.array(rule.eligible_tensors(axes)) & np.array(moves),
+                    np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
+                    np.array([max(1.0, coordinate_count(p)) for p in params]),
+                    np.array([rule.natural_scale(_inputs(p)) for p in params]),
+                )
             )
-
-        key = *options_of.values(), *[info.p.requires_grad for info in infos]
-        options = _PerTensorOptions(*table.uploaded(key, make))
-        for group in self.param_groups:
-            if self._multiplies_on_device(group["lr"]):
-                _, mask = table.select([i.index for i in infos if i.param_group is group])
-                scaled = self._on_device(group["lr"]).to(options.lr) * options.lr
-                rates = scaled if mask is None else torch.where(mask, scaled, options.lr)
-                options = options._replace(lr=rates)
+        for group in lr_on_device:
+            _, mask = table.select([i.index for i in infos if i.param_group is group])
+            scaled = self._on_device(group["lr"]).to(options.lr) * options.lr
+            rates = scaled if mask is None else torch.where(mask, scaled, options.lr)
+            options = options._replace(lr=rates)
         return options
-
-    def _multiplies_on_device(self, lr: Any) -> bool:
-        on_host = self._tensor_table.on_host
-        return isinstance(lr, Tensor) and lr.device.type != "cpu" and not on_host
 
     def _on_device(self, number: Tensor) -> Tensor:
         return number.to(self._tensor_table.tensor.device, non_blocking=True).reshape(())
