@@ -190,10 +190,8 @@ class BaseOptimizer(Optimizer, ABC):
     @torch.inference_mode(False)  # a tensor created inside could not be updated later
     def _rebuild(self) -> None:
         """Make state for new parameters, drop that of removed ones, and make new tables."""
-        shared = (
-            e["scalars"] for e in self.state.values() if isinstance(e, dict) and "scalars" in e
-        )
-        self._shared_state: State = next(shared, {}) or {
+        entries = [entry for entry in self.state.values() if isinstance(entry, dict)]
+        self._shared_state: State = _checkpoint.scalars_of(entries) or {
             "format": _checkpoint.FORMAT,
             "identity": _checkpoint.encode(self._identity()),
             **self._initial_flags(),

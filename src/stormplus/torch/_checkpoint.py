@@ -34,9 +34,9 @@ def entries(state_dict: State) -> list[State]:
     return [state_dict["state"].get(i, {}) for i in ids]
 
 
-def scalars_of(state_dict: State) -> State:
+def scalars_of(states: list[State]) -> State:
     """Return the numbers that all parameters share; {} if there are none."""
-    return next((e["scalars"] for e in entries(state_dict) if "scalars" in e), {})
+    return next((state["scalars"] for state in states if "scalars" in state), {})
 
 
 def copied(entry: State) -> State:
@@ -49,7 +49,7 @@ def check_loadable(state_dict: State, identity: Mapping[str, Any], optimizer: st
     """Raise if a state is not that of an optimizer with this identity, by the name of its class."""
     if not {"state", "param_groups"} <= state_dict.keys():
         raise ValueError(f"not an optimizer state: it has the keys {sorted(state_dict)}")
-    saved = scalars_of(state_dict)
+    saved = scalars_of(entries(state_dict))
     if not saved:
         keys = sorted({key for entry in entries(state_dict) for key in entry})
         raise ValueError(
@@ -86,7 +86,7 @@ def check_complete(
                 "the version of stormplus that saved it"
             )
     saved = entries(state_dict)
-    evaluations = int(scalars_of(state_dict)["grad_evaluations"])
+    evaluations = int(scalars_of(saved)["grad_evaluations"])
     if evaluations and not any(entry.get("initialized") for entry in saved):
         raise ValueError(
             "the state was loaded in part: torch.distributed.checkpoint passes over numbers in "
