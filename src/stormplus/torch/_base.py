@@ -218,9 +218,9 @@ class BaseOptimizer(Optimizer, ABC):
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
 
-    def _groups_now(self) -> list[int]:
+    def _groups_now(self) -> list[tuple[int, ...]]:
         """Return what changes if groups or parameters are added, removed or replaced."""
-        return [id(x) for group in self.param_groups for x in (group, *group["params"])]
+        return [(id(group), *map(id, group["params"])) for group in self.param_groups]
 
     def _place_state(self) -> None:
         """Place buffers beside their parameters, and `scalars` with the last trainable one."""

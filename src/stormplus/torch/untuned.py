@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from itertools import chain
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
@@ -173,7 +174,7 @@ class Untuned(BaseOptimizer):
         if self._compared != self.generation:
             self._compare_with_loaded(groups)
         # None if every tensor has a gradient.
-        _, has_grad = table.select([i for tensors in groups for i in tensors.indices])
+        _, has_grad = table.select([*chain(*(tensors.indices for tensors in groups))])
         scalars = rule.UntunedScalars.from_rows(rows)
         # Non-finite values are caught by `_check_parameters`, now or in the next step.
         with np.errstate(all="ignore") if on_host else nullcontext():
@@ -324,7 +325,7 @@ class Untuned(BaseOptimizer):
             parts.append((tensors.process_groups, table.scatter((squares,), tensors.indices)))
         rms = (self._total(parts)[0] / size) ** 0.5
         ceiling = rule.distance_ceiling(rms, natural_scale, table.xp)
-        _, mask = table.select(sorted(index for tensors in groups for index in tensors.indices))
+        _, mask = table.select([*chain(*(tensors.indices for tensors in groups))])
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
 
     def _check_lr(self, lrs: list[float]) -> None:
@@ -345,14 +346,11 @@ class Untuned(BaseOptimizer):
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
         self._compared = self.generation
-        saved = self._tensor_table.snapshot()
-        for tensors in groups:
+        saved = self._tensor_table.rows["displacement"].tolist()
+        for tensors in (t for t in groups if not (t.is_new or t.process_groups)):
             for i, index in enumerate(tensors.indices):
-                if tensors.is_new or tensors.process_groups:
-                    break
                 mean = float(plain.squared_displacement(tensors, i)) / tensors.coordinates[i].count
-                measured, expected = mean**0.5, float(saved[index]["displacement"])
-                if abs(measured - expected) > 1e-4 * max(expected, measured):
+                if abs(mean**0.5 - saved[index]) > 1e-4 * max(saved[index], mean**0.5):
                     name = parameter_name(self.param_groups, self._infos[index].p)
                     warn(
                         f"{name} is not where this state left it: load a model that was saved at "

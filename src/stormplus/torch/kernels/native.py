@@ -8,7 +8,7 @@ version of torch and Python. On a CPU no pass is skipped by a flag: `skip` is ig
 from __future__ import annotations
 
 import ctypes
-from array import array
+import struct
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -54,18 +54,18 @@ class _Arguments(ctypes.Structure):
 
     _fields_ = [
         ("count", ctypes.c_int64),
-        ("sizes", ctypes.c_void_p),
-        ("params", ctypes.c_void_p),
-        ("grads", ctypes.c_void_p),
-        ("estimators", ctypes.c_void_p),
-        ("z_minus_x", ctypes.c_void_p),
-        ("grad_rms", ctypes.c_void_p),
-        ("initial_sample", ctypes.c_void_p),
-        ("masters", ctypes.c_void_p),
-        ("sample_counts", ctypes.c_void_p),
-        ("sample_strides", ctypes.c_void_p),
-        ("sample_index", ctypes.c_void_p),
-        ("sample_in_whole", ctypes.c_void_p),
+        ("sizes", ctypes.c_char_p),
+        ("params", ctypes.c_char_p),
+        ("grads", ctypes.c_char_p),
+        ("estimators", ctypes.c_char_p),
+        ("z_minus_x", ctypes.c_char_p),
+        ("grad_rms", ctypes.c_char_p),
+        ("initial_sample", ctypes.c_char_p),
+        ("masters", ctypes.c_char_p),
+        ("sample_counts", ctypes.c_char_p),
+        ("sample_strides", ctypes.c_char_p),
+        ("sample_index", ctypes.c_char_p),
+        ("sample_in_whole", ctypes.c_char_p),
         ("sums", ctypes.POINTER(ctypes.c_double)),
         ("threads", ctypes.c_int),
         ("sign", ctypes.c_double),
@@ -112,8 +112,8 @@ def untuned_step(
         grad_rms=_addresses(group.grad_rms),
         initial_sample=_addresses(group.initial_sample),
         masters=_addresses(group.masters),
-        sample_counts=[sampled.count_here for sampled in group.coordinates],
-        sample_strides=[sampled.stride for sampled in group.coordinates],
+        sample_counts=_packed([sampled.count_here for sampled in group.coordinates]),
+        sample_strides=_packed([sampled.stride for sampled in group.coordinates]),
         sample_index=_addresses([sampled.index for sampled in group.coordinates]),
         sample_in_whole=_addresses([sampled.in_whole for sampled in group.coordinates]),
         state_dtype=_DTYPES[group.z_minus_x[0].dtype],
@@ -130,30 +130,27 @@ def _pair_lists(group: TensorGroup) -> dict[str, Any]:
     return lists | {"sign": group.sign, "l2": group.l2}
 
 
-def _addresses(tensors: Sequence[Tensor]) -> list[int]:
-    return [t.data_ptr() for t in tensors]
+def _addresses(tensors: Sequence[Tensor]) -> bytes:
+    return _packed([t.data_ptr() for t in tensors])
+
+
+def _packed(numbers: Sequence[int]) -> bytes:
+    return struct.pack(f"{len(numbers)}q", *numbers)
 
 
 def _run(name: str, group: TensorGroup, **arguments: Any) -> Any:
     """Run a pass with the lists and numbers that it uses; return its sums, two per tensor."""
-    count, packed = len(group.params), array("q")
-    arguments |= {"sizes": [x.numel() for x in group.params], "grads": _addresses(group.grads)}
-    # All lists in one array: making one for each would cost a tenth of a step on 8 small tensors.
-    starts = {}
-    for argument, value in arguments.items():
-        if isinstance(value, list):
-            starts[argument] = len(packed)
-            packed.fromlist(value)
-    address, _ = packed.buffer_info()
-    arguments |= {list_name: address + 8 * start for list_name, start in starts.items()}
+    count = len(group.params)
     sums = (ctypes.c_double * (2 * count))()
-    numbers = _Arguments(
+    packed = _Arguments(
         count=count,
+        sizes=_packed([x.numel() for x in group.params]),
+        grads=_addresses(group.grads),
         sums=sums,
         threads=torch.get_num_threads(),
         dtype=_DTYPES[group.params[0].dtype],
         **arguments,
     )
-    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(numbers)) < 0:
+    if getattr(LIBRARY, f"stormplus_{name}")(ctypes.byref(packed)) < 0:
         raise MemoryError("the native passes could not allocate their chunks")
     return sums
