@@ -346,7 +346,7 @@ class Untuned(BaseOptimizer):
     def _compare_with_loaded(self, groups: list[TensorGroup]) -> None:
         """Warn if the parameters are not where the loaded state has left them."""
         self._compared = self.generation
-        saved = self._tensor_table.rows["displacement"].tolist()
+        saved = [float(numbers["displacement"]) for numbers in self._tensor_table.snapshot()]
         for tensors in (t for t in groups if not (t.is_new or t.process_groups)):
             for i, index in enumerate(tensors.indices):
                 mean = float(plain.squared_displacement(tensors, i)) / tensors.coordinates[i].count
