@@ -48,6 +48,7 @@ CASES = {  # the optimizer, and the dtype of the parameters
     "Untuned, two groups": (two_groups(Untuned), F32),
     "Untuned, one without gradient": (Untuned, F32),
     "Untuned, tensor lr": (with_tensor_lr(Untuned), F32),
+    "Untuned, tensor lr of one group": (with_tensor_lr(two_groups(Untuned)), F32),
     "Untuned, no float64": (Untuned, F32),
     "Untuned, no float64, bfloat16 state": (BF16_STATE, F32),
     "StormPlus": (StormPlus, F32),

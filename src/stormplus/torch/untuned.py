@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
-from itertools import chain
+from itertools import chain, compress
 from statistics import fmean
 from typing import Any, ClassVar, NamedTuple
 
@@ -264,16 +264,9 @@ class Untuned(BaseOptimizer):
     def _per_tensor_options(self) -> _PerTensorOptions:
         """Return what is constant; it is uploaded again only if the groups have changed."""
         table, infos, groups = self._tensor_table, self._infos, self.param_groups
-        # These are read on the device, and multiply there.
-        lr_on_device = [
-            group
-            for group in groups
-            if isinstance(group["lr"], Tensor)
-            and group["lr"].device.type != "cpu"
-            and not table.on_host
-        ]
+        lr_multiplies_later = [not table.on_host and _is_on_device(g["lr"]) for g in groups]
+        lrs = [1.0 if later else float(g["lr"]) for g, later in zip(groups, lr_multiplies_later)]
         names = "factor", "weight_decay", "maximize"
-        lrs = [1.0 if group in lr_on_device else float(group["lr"]) for group in groups]
         key = (
             *lrs,
             *[g[name] for g in groups for name in names],
@@ -288,18 +281,17 @@ class Untuned(BaseOptimizer):
             params = [info.p for info in infos]
             moves = [p.requires_grad and p.numel() > 0 for p in params]
             axes = [(p.ndim + p.is_complex()) * moving for p, moving in zip(params, moves)]
-            options = table.cache[key] = _PerTensorOptions(
-                *table.upload(
-                    np.array(lrs)[group_of] * factor,
-                    decay,
-                    1.0 - 2.0 * maximize,
-                    np.array(rule.eligible_tensors(axes)) & np.array(moves),
-                    np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
-                    np.array([max(1.0, coordinate_count(p)) for p in params]),
-                    np.array([rule.natural_scale(_inputs(p)) for p in params]),
-                )
+            arrays = _PerTensorOptions(
+                lr=np.array(lrs)[group_of] * factor,
+                weight_decay=decay,
+                sign=1.0 - 2.0 * maximize,
+                eligible=np.array(rule.eligible_tensors(axes)) & np.array(moves),
+                size=np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
+                sample_count=np.array([max(1.0, coordinate_count(p)) for p in params]),
+                natural_scale=np.array([rule.natural_scale(_inputs(p)) for p in params]),
             )
-        for group in lr_on_device:
+            options = table.cache[key] = _PerTensorOptions(*table.upload(*arrays))
+        for group in compress(groups, lr_multiplies_later):
             _, mask = table.select([i.index for i in infos if i.param_group is group])
             scaled = self._on_device(group["lr"]).to(options.lr) * options.lr
             rates = scaled if mask is None else torch.where(mask, scaled, options.lr)
@@ -488,6 +480,10 @@ def _average(state: State) -> Tensor:
     master = state.get("master")
     y = plain.full_precision(local(state["iterate"]), None if master is None else local(master))
     return y - (1 - rule.INTERPOLATION) * local(state["z_minus_x"]).to(y)
+
+
+def _is_on_device(lr: Any) -> bool:
+    return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 
 def _inputs(p: Tensor) -> int:
