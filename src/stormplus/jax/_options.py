@@ -38,14 +38,9 @@ class Options:
         if not isinstance(self.unit, jax.Array):
             check_unit(self.unit)
         check_number("weight_decay", self.weight_decay, "0.0 disables it")
-        _check_flag("decoupled_weight_decay", self.decoupled_weight_decay)
-        _check_flag("maximize", self.maximize)
-        tx = self.gradient_transform
-        if tx is not None and not isinstance(tx, optax.GradientTransformation):
-            raise TypeError(
-                "gradient_transform must be an optax transformation without state, such as "
-                f"optax.clip_by_global_norm(1.0), got {tx!r}"
-            )
+        for name in ("decoupled_weight_decay", "maximize"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
 
     def unit_at(self, unit: jax.Array, sum_g_sq: jax.Array, g: list[jax.Array]) -> jax.Array:
         """Return the unit of the gradient, from the stored one and a gradient of the objective."""
@@ -71,27 +66,21 @@ class Options:
     ) -> list[jax.Array]:
         """Return the gradient of what is minimized, at x, from the gradient g of the user."""
         if self.gradient_transform is not None:
-            g = self._transformed(optimized, g, x)
+            # Beyond the paper: whatever processes gradients must process both of a pair.
+            tx = optax.with_extra_args_support(self.gradient_transform)
+            params = optimized.tree(x)
+            state = tx.init(params)
+            if jax.tree.leaves(state):
+                raise ValueError(
+                    "gradient_transform must have no state: it is applied to both gradients of a "
+                    f"pair and its state is not stored; got one with the state {state!r}"
+                )
+            transformed, _ = tx.update(optimized.tree(g), state, params)
+            g = [new.astype(old.dtype) for new, old in zip(jax.tree.leaves(transformed), g)]
         if self.maximize:
             g = [-g_i for g_i in g]
         # Beyond the paper: L2 weight decay is part of the objective, and so in both gradients.
         return [g_i + decay_i for g_i, decay_i in zip(g, self.decay(x, decoupled=False))]
-
-    def _transformed(
-        self, optimized: OptimizedLeaves, g: list[jax.Array], x: list[jax.Array]
-    ) -> list[jax.Array]:
-        # Beyond the paper: whatever processes gradients must process both of a pair.
-        tx = optax.with_extra_args_support(self.gradient_transform)
-        params, gradient = optimized.masked_tree(x), optimized.masked_tree(g)
-        state = tx.init(params)
-        if jax.tree.leaves(state):
-            raise ValueError(
-                "gradient_transform must have no state: it is applied to both gradients of a pair "
-                f"and its state is not stored; got one with the state {state!r}"
-            )
-        transformed, _ = tx.update(gradient, state, params)
-        leaves: list[jax.Array] = jax.tree.leaves(transformed)
-        return [new.astype(old.dtype) for new, old in zip(leaves, g)]
 
 
 def may_decay(weight_decay: Number) -> bool:
@@ -107,8 +96,3 @@ def check_number(name: str, value: Any, hint: str) -> None:
         raise TypeError(f"{name} must be a number, got {value!r}; {hint}")
     if not 0 <= float(value) < math.inf:
         raise ValueError(f"{name} must be finite and not negative, got {value!r}; {hint}")
-
-
-def _check_flag(name: str, value: Any) -> None:
-    if not isinstance(value, bool):
-        raise TypeError(f"{name} must be True or False, got {value!r}")

@@ -41,11 +41,6 @@ def safe_increment(count: jax.Array, happened: jax.Array | bool = True) -> jax.A
     return jnp.where(happened & (count < np.iinfo(count.dtype).max), count + 1, count)
 
 
-def all_finite(tree: PyTree) -> jax.Array:
-    """Return whether no leaf has a NaN or an infinity."""
-    return jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(tree)]).all()
-
-
 def is_masked(node: Any) -> bool:
     """Return whether a node is what `optax.masked` puts in place of a leaf."""
     return isinstance(node, optax.MaskedNode)
@@ -72,17 +67,17 @@ class OptimizedLeaves:
 
     def __init__(self, params: PyTree, mask: TreeOrFunction) -> None:
         paths, treedef = jax.tree_util.tree_flatten_with_path(params)
+        self._params = params
         self._treedef: Any = treedef
-        self._all_leaves = [jnp.asarray(leaf) for _, leaf in paths]
         self._optimized: list[bool] = [True] * len(paths)
         if mask is not None:
-            self._optimized = broadcast_prefix("mask", mask, params)
+            self._optimized = broadcast_prefix(mask, params)
         for flag in self._optimized:
             if not isinstance(flag, (bool, np.bool_)):
                 raise TypeError(f"mask must have True and False as leaves, got {flag!r}")
-        self.leaves = self.select(self._all_leaves)
-        self.names = self.select([jax.tree_util.keystr(path) for path, _ in paths])
-        for name, leaf in zip(self.names, self.leaves):
+        self.leaves = [jnp.asarray(leaf) for leaf in self.select([leaf for _, leaf in paths])]
+        names = self.select([jax.tree_util.keystr(path) for path, _ in paths])
+        for name, leaf in zip(names, self.leaves):
             if not jnp.issubdtype(leaf.dtype, jnp.floating):
                 raise TypeError(
                     f"parameter {name or 'tree'} is {leaf.dtype}, and only real floating-point "
@@ -93,20 +88,14 @@ class OptimizedLeaves:
         """Return the values of the optimized leaves, from those of all leaves."""
         return [value for value, optimized in zip(values, self._optimized) if optimized]
 
-    def masked_tree(self, selected: Iterable[Any]) -> PyTree:
-        """Return the parameter tree with `selected` as leaves and the others masked."""
-        return self._tree(selected, lambda _: optax.MaskedNode())
-
-    def zero_filled_tree(self, selected: Iterable[Any]) -> PyTree:
-        """Return the parameter tree with `selected` as leaves and zeros for the others."""
-        return self._tree(selected, jnp.zeros_like)
-
-    def _tree(self, selected: Iterable[Any], fill: Callable[[jax.Array], Any]) -> PyTree:
-        rest = iter(selected)
-        pairs = zip(self._all_leaves, self._optimized)
-        return self._treedef.unflatten(
-            [next(rest) if optimized else fill(leaf) for leaf, optimized in pairs]
-        )
+    def tree(
+        self,
+        selected: Iterable[Any],
+        fill: Callable[[jax.Array], Any] = lambda _: optax.MaskedNode(),
+    ) -> PyTree:
+        """Return the parameter tree with `selected` as leaves, the others masked or filled."""
+        rest, flags = iter(selected), iter(self._optimized)
+        return jax.tree.map(lambda leaf: next(rest) if next(flags) else fill(leaf), self._params)
 
     def entries(self, tree: PyTree) -> list[Any]:
         """Return the node of a tree like the parameters at each optimized leaf."""
@@ -114,74 +103,51 @@ class OptimizedLeaves:
 
     def buffers(self, tree: PyTree) -> list[jax.Array]:
         """Return the leaves of a tree of the state; raise if they do not match the parameters."""
-        buffers: list[jax.Array] = jax.tree.leaves(tree)
-        expected = self.masked_tree(self.leaves)
-        structure: Any = jax.tree.structure(expected)
-        same_shapes = [buffer.shape for buffer in buffers] == [leaf.shape for leaf in self.leaves]
-        if structure != jax.tree.structure(tree) or not same_shapes:
-            params, state = (jax.tree.map(jnp.shape, t) for t in (expected, tree))
-            raise ValueError(
-                "params do not match the structure of the optimizer state: the shapes of params "
-                f"are {_short(params)}, those of the state {_short(state)}; create a new state "
-                "with tx.init(params)"
-            )
-        return buffers
+        _check_like(
+            self.tree(self.leaves),
+            tree,
+            "params do not match the structure of the optimizer state; create a new state with "
+            "tx.init(params)",
+        )
+        leaves: list[jax.Array] = jax.tree.leaves(tree)
+        return leaves
 
     def gradient(self, tree: PyTree, source: str) -> list[jax.Array]:
         """Return the optimized leaves of a gradient, in their wide dtypes.
 
         Raise if `tree` does not have the structure and the shapes of the parameters.
         """
-        structure = jax.tree.structure(tree)
-        if structure != self._treedef:
-            hint = ""
-            if isinstance(tree, tuple) and self._treedef in map(jax.tree.structure, tree):
-                hint = "; it looks like (value, gradient): return the gradient alone"
-            raise TypeError(
-                f"{source} must be a gradient with the structure of the parameters, "
-                f"{_short(self._treedef)}, got {_short(structure)}{hint}"
-            )
-        g: list[jax.Array] = [jnp.asarray(g_i) for g_i in self.select(jax.tree.leaves(tree))]
-        for name, g_i, leaf in zip(self.names, g, self.leaves):
-            if g_i.shape != leaf.shape:
-                raise ValueError(
-                    f"{source} must have the shapes of the parameters: "
-                    f"{name or 'the parameter'} is {leaf.shape}, its gradient {g_i.shape}"
-                )
-        return [g_i.astype(wide_dtype(leaf)) for g_i, leaf in zip(g, self.leaves)]
+        _check_like(
+            self._params,
+            tree,
+            f"{source} must be a gradient with the structure of the parameters (of value_and_grad, "
+            "the gradient alone)",
+        )
+        pairs = zip(self.leaves, self.select(jax.tree.leaves(tree)))
+        return [jnp.asarray(g).astype(wide_dtype(leaf)) for leaf, g in pairs]
 
 
-def broadcast_prefix(name: str, prefix: TreeOrFunction, params: PyTree) -> list[Any]:
+def _check_like(expected: PyTree, tree: PyTree, message: str) -> None:
+    shapes, found = (jax.tree.map(jnp.shape, each) for each in (expected, tree))
+    if jax.tree.flatten(shapes) != jax.tree.flatten(found):
+        raise ValueError(f"{message}: shapes {str(shapes)[:300]}, got {str(found)[:300]}")
+
+
+def broadcast_prefix(prefix: TreeOrFunction, params: PyTree) -> list[Any]:
     """Return one value per leaf of `params`, from a prefix of their tree or a function of them."""
-    if not jax.tree.leaves(params):  # then any tree will do
-        return []
     # A tree may itself be callable: an Equinox module of booleans is.
     structure: Any = jax.tree.structure(prefix)
     is_tree = not callable(prefix) or structure == jax.tree.structure(params)
     tree = prefix if is_tree else prefix(params)
-
-    def repeat(value: Any, subtree: PyTree) -> PyTree:
-        return jax.tree.map(lambda _: value, subtree)
-
-    try:
-        values: list[Any] = jax.tree.leaves(jax.tree.map(repeat, tree, params))
-    except ValueError as error:
-        raise ValueError(
-            f"{name} must have the structure of the parameters, or be a prefix of it: "
-            f"they are {_short(jax.tree.structure(params))}, got {tree!r}"
-        ) from error
+    repeated = jax.tree.map(lambda value, part: jax.tree.map(lambda _: value, part), tree, params)
+    values: list[Any] = jax.tree.leaves(repeated)
     return values
-
-
-def _short(structure: Any) -> str:
-    text = str(structure)
-    return text if len(text) < 300 else text[:300] + " ..."
 
 
 # -- norms -----------------------------------------------------------------------------------
 
 
-def square_norm(leaves: Sequence[jax.Array], unit: Any = 1.0) -> jax.Array:
+def square_norm(leaves: Sequence[jax.Array], unit: Any) -> jax.Array:
     """Return |.|^2 over all leaves together, in units of `unit`."""
     dtype = accumulator_dtype()
     # Small leaves are concatenated: one kernel for each would cost more than the copy. XLA sums
@@ -190,7 +156,7 @@ def square_norm(leaves: Sequence[jax.Array], unit: Any = 1.0) -> jax.Array:
     small = [leaf.ravel().astype(dtype) for leaf in leaves if _can_concatenate(leaf)]
     if small:
         parts.append(jnp.concatenate(small))
-    squares = (_sum_of_squares(part.astype(dtype) / unit) for part in parts)
+    squares = (jnp.sum(jnp.square(part.astype(dtype) / unit)) for part in parts)
     return sum(squares, start=jnp.zeros((), dtype))
 
 
@@ -220,7 +186,7 @@ def sums_of_squares(leaves: Sequence[jax.Array]) -> jax.Array:
     groups = stack_equal_sizes([leaves[i].reshape(-1).astype(dtype) for i in small])
     order = [small[i] for which, _ in groups for i in which] + large
     sums = [jnp.sum(jnp.square(rows), axis=1) for _, rows in groups]
-    sums += [_sum_of_squares(leaves[i])[None] for i in large]
+    sums += [jnp.sum(jnp.square(leaves[i].astype(dtype)))[None] for i in large]
     return jnp.concatenate(sums)[np.argsort(order)]
 
 
@@ -249,12 +215,7 @@ def largest_magnitudes(leaves: Sequence[jax.Array]) -> jax.Array:
 
 @jax.jit
 def _largest_magnitude(leaf: jax.Array) -> jax.Array:
-    largest = jnp.max(jnp.abs(leaf)) if leaf.size else jnp.zeros(())
-    return largest.astype(accumulator_dtype())
-
-
-def _sum_of_squares(leaf: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(leaf.astype(accumulator_dtype())))
+    return jnp.max(jnp.abs(leaf), initial=0).astype(accumulator_dtype())
 
 
 def _can_concatenate(leaf: jax.Array) -> bool:

@@ -86,17 +86,9 @@ def step_leaf(
 ) -> LeafStep:
     """Make one step.
 
-    Args:
-        p: The parameter.
-        u: The gradient divided by `s_new`.
-        coefficients: Those of this leaf.
-        master: y in float32 if `p` is in half precision, else an `optax.MaskedNode`.
-        e: z - x.
-        s: The root mean square gradient before the step.
-        s_new: The one after it.
-        step: t.
-        finite: Whether all gradients are. If not, the step has no effect.
-        state_dtype: The dtype in which e and s are stored, or None for their own.
+    `s` and `s_new` are the root mean square gradients before and after it, and `u` is the gradient
+    divided by `s_new`; `e`, `master` and `state_dtype` are as in `untuned`. The step has no effect
+    unless all gradients are `finite`.
     """
     dtype, b = wide_dtype(p), INTERPOLATION
     alpha, max_move, decay, _, c = jax.tree.map(lambda v: v.astype(dtype), coefficients)

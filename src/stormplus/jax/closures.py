@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import compress
 
 import jax
 import jax.numpy as jnp
@@ -32,8 +31,8 @@ def verify(state: PyTree, *, rtol: float = 1e-2) -> None:
     states = find_states(StormState, state)
     if not states or any(int(jnp.min(s.step)) == 0 for s in states):
         raise ValueError(
-            "verify needs the state after the first update: got "
-            + (f"step {states[0].step}" if states else f"no StormState in {type(state).__name__}")
+            "verify needs the state of storm_plus, simplified_storm_plus or storm after the first "
+            f"update, got {type(state).__name__}"
         )
     for storm_state in states:
         mismatch = float(jnp.max(storm_state.mismatch))
@@ -67,33 +66,27 @@ def accumulate(
     Returns:
         A function of the parameters. Its gradients are float32 or wider.
     """
-    if not callable(grad_fn):
-        raise TypeError(f"grad_fn must be a function of (params, batch), got {grad_fn!r}")
-    shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(batches)]
-    lengths = {shape[:1] for shape in shapes}
-    if len(lengths) != 1 or lengths & {(), (0,)}:
-        raise ValueError(
-            "batches must have the micro-batches along the first axis of every leaf, of one "
-            f"length, at least 1; got the shapes {shapes}"
-        )
-    ((count,),) = lengths
 
     def mean_grad(params: PyTree) -> PyTree:
-        one = jax.eval_shape(grad_fn, params, jax.tree.map(lambda leaf: leaf[0], batches))
-        leaves = jax.tree.leaves(one)
-        # The gradients of integers, which `mask=` leaves out, have dtype float0: no numbers.
-        has_numbers = [leaf.dtype != jax.dtypes.float0 for leaf in leaves]
+        first_batch = jax.tree.map(lambda leaf: leaf[0], batches)
+        one = jax.eval_shape(grad_fn, params, first_batch)
 
-        def add(total: list[jax.Array], batch: PyTree) -> tuple[list[jax.Array], None]:
-            g = jax.tree.leaves(grad_fn(params, batch))
-            return [t + g_i for t, g_i in zip(total, compress(g, has_numbers))], None
+        def add(total: PyTree, batch: PyTree) -> tuple[PyTree, None]:
+            g = grad_fn(params, batch)
+            return jax.tree.map(lambda t, g_i: t + g_i if _is_number(g_i) else t, total, g), None
 
-        zeros = [jnp.zeros(g.shape, wide_dtype(g)) for g in compress(leaves, has_numbers)]
-        total, _ = jax.lax.scan(add, zeros, batches)
-        means = iter([g / count for g in total])
+        def zero(g: jax.Array) -> jax.Array:
+            return jnp.zeros(g.shape, wide_dtype(g) if _is_number(g) else bool)
+
+        total, _ = jax.lax.scan(add, jax.tree.map(zero, one), batches)
+        count = len(jax.tree.leaves(batches)[0])
         return jax.tree.map(
-            lambda g: np.zeros(g.shape, g.dtype) if g.dtype == jax.dtypes.float0 else next(means),
-            one,
+            lambda t, g: t / count if _is_number(g) else np.zeros(g.shape, g.dtype), total, one
         )
 
     return mean_grad
+
+
+def _is_number(g: jax.Array) -> bool:
+    """Return False for the gradient of integers, which `mask=` leaves out: it has no numbers."""
+    return g.dtype != jax.dtypes.float0

@@ -27,7 +27,6 @@ from stormplus.jax._trees import (
     PyTree,
     TreeOrFunction,
     accumulator_dtype,
-    all_finite,
     is_masked,
     norm,
     safe_increment,
@@ -122,7 +121,7 @@ def storm_plus(
         mask=mask,
         gradient_transform=gradient_transform,
     )
-    return _paired("storm_plus", StormPlusRule(), options)
+    return _paired(StormPlusRule(), options)
 
 
 def simplified_storm_plus(
@@ -145,7 +144,7 @@ def simplified_storm_plus(
         mask=mask,
         gradient_transform=gradient_transform,
     )
-    return _paired("simplified_storm_plus", SimplifiedStormPlusRule(), options)
+    return _paired(SimplifiedStormPlusRule(), options)
 
 
 def storm(
@@ -177,14 +176,18 @@ def storm(
         mask=mask,
         gradient_transform=gradient_transform,
     )
-    return _paired("storm", StormRule(theta, w, c, smoothness), options)  # type: ignore[arg-type]
+    return _paired(StormRule(theta, w, c, smoothness), options)  # type: ignore[arg-type]
 
 
-def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:
+def _paired(rule: Rule, options: Options) -> optax.GradientTransformationExtraArgs:
     """Return the template: corrected momentum with the gain and the step size of `rule`."""
 
     def init(params: PyTree) -> StormState:
-        _check_not_masked(name, params)
+        if any(map(is_masked, jax.tree.leaves(params, is_leaf=is_masked))):
+            raise TypeError(
+                "optax.masked or optax.partition has replaced parameters by optax.MaskedNode, but "
+                "grad_fn can only be evaluated at all the parameters: pass mask= instead"
+            )
         optimized = OptimizedLeaves(params, options.mask)
         d = [jnp.zeros_like(x_i, dtype=wide_dtype(x_i)) for x_i in optimized.leaves]
 
@@ -207,7 +210,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
             unit=scalar() + (1 if isinstance(options.unit, str) else options.unit),
             sum_g_sq=Sum(scalar(), scalar()),
             sum_d_sq_over_a=Sum(scalar(), scalar()),
-            estimator=optimized.masked_tree(d),
+            estimator=optimized.tree(d),
         )
 
     def update(
@@ -220,7 +223,12 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
     ) -> tuple[PyTree, StormState]:
         del extra_args  # meant for other transformations
         if params is None or not callable(grad_fn):
-            raise TypeError(_USAGE.format(params=_kind_of(params), grad_fn=_kind_of(grad_fn)))
+            raise TypeError(
+                "update needs the parameters and grad_fn, the gradient as a function of the "
+                "parameters on this call's sample: `tx.update(grad_fn(params), state, params, "
+                f"grad_fn=grad_fn)`; got {type(params).__name__} as params and {grad_fn!r} as "
+                "grad_fn"
+            )
         optimized = OptimizedLeaves(params, options.mask)
         x, d = optimized.leaves, optimized.buffers(state.estimator)
         passed = optimized.gradient(updates, "the first argument of update()")
@@ -242,10 +250,11 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
         # Beyond the paper: decoupled weight decay, which no gradient and no norm contains.
         decay = options.decay(x, decoupled=True)
         alpha = lr * eta
-        move = optimized.zero_filled_tree(
+        moves = [
             (-alpha.astype(d_i.dtype) * (d_i / unit.astype(d_i.dtype) + decay_i)).astype(x_i.dtype)
             for d_i, decay_i, x_i in zip(d, decay, x)
-        )
+        ]
+        move = optimized.tree(moves, fill=jnp.zeros_like)
         moved = optax.apply_updates(params, move)  # Alg. 1, line 4
         x_new = optimized.select(jax.tree.leaves(moved))
 
@@ -263,7 +272,7 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
         t = safe_increment(state.step).astype(accumulator_dtype())
         sums_new, a_new, eta_new = rule(sums, g_sq, d_sq, t)  # Alg. 1, line 3
 
-        second_finite = all_finite((sums_new, a_new, eta_new))
+        second_finite = jnp.isfinite(jnp.stack([*jax.tree.leaves(sums_new), a_new, eta_new])).all()
         accepted = first_finite & second_finite
 
         def if_accepted(new: Any, old: jax.Array) -> jax.Array:
@@ -293,32 +302,10 @@ def _paired(name: str, rule: Rule, options: Options) -> optax.GradientTransforma
             sum_d_sq_over_a=jax.tree.map(
                 if_accepted, sums_new.sum_d_sq_over_a, sums.sum_d_sq_over_a
             ),
-            estimator=optimized.masked_tree(d_new),
+            estimator=optimized.tree(d_new),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
-
-
-_USAGE = (
-    "update needs the parameters and grad_fn, the gradient as a function of the parameters on "
-    "this call's sample: `grad_fn = lambda p: jax.grad(loss)(p, batch)`, then "
-    "`tx.update(grad_fn(params), state, params, grad_fn=grad_fn)`; got {params} as params and "
-    "{grad_fn} as grad_fn"
-)
-
-
-def _kind_of(value: Any) -> str:
-    return repr(value) if value is None else f"a {type(value).__name__}"
-
-
-def _check_not_masked(name: str, params: PyTree) -> None:
-    mask = jax.tree.map(lambda leaf: not is_masked(leaf), params, is_leaf=is_masked)
-    if not all(jax.tree.leaves(mask)):
-        raise TypeError(
-            "optax.masked or optax.partition has replaced parameters by optax.MaskedNode, but "
-            "grad_fn can only be evaluated at all the parameters; instead of wrapping the "
-            f"transformation, write `{name}(mask={mask})`"
-        )
 
 
 def _relative_difference(new: list[jax.Array], old: list[jax.Array]) -> jax.Array:

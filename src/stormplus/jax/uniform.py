@@ -46,8 +46,6 @@ def uniform_iterate(seed: int = 0) -> UniformIterate:
     Args:
         seed: Seed of the random stream. Equal seeds choose equal indices.
     """
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"seed must be an integer, got {seed!r}")
 
     def init(params: PyTree) -> UniformIterateState:
         # Copies, so that a step can donate both the parameters and this state.

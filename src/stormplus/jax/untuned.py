@@ -14,9 +14,8 @@ Neither z nor x is stored: z = y + b e and x = y - (1 - b) e.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -49,9 +48,6 @@ from stormplus.jax._untuned_leaf import (
 )
 from stormplus.rules import Sum
 from stormplus.untuned_rule import INITIAL_WALK, INTERPOLATION, UntunedScalars
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 
 class UntunedState(NamedTuple):
@@ -88,25 +84,6 @@ class UntunedState(NamedTuple):
     master: PyTree
 
 
-def _without_lr(make: Callable[P, R]) -> Callable[P, R]:
-    """Raise if a learning rate is passed."""
-
-    # A decorator: `optax.inject_hyperparams` reads the signature, which must not have `**kwargs`.
-    @functools.wraps(make)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
-        rates = [f"{k}={kwargs[k]!r}" for k in ("lr", "learning_rate") if k in kwargs]
-        if args or rates:
-            raise TypeError(
-                "untuned has no learning rate: every leaf finds its step size from its own scale "
-                "and from how far it has come. Leave it out; factor= is for a schedule, or to "
-                f"slow some leaves down; got {', '.join([*map(repr, args), *rates])}"
-            )
-        return make(*args, **kwargs)
-
-    return checked
-
-
-@_without_lr
 def untuned(
     *,
     weight_decay: Number | PyTree = 0.0,
@@ -180,11 +157,11 @@ def untuned(
         # Scalars: one entry per leaf
         scalars = UntunedScalars(*(getattr(state, name) for name in UntunedScalars._fields))
         eta = untuned_rule.next_step_size(scalars, jnp)
-        scale = _per_leaf("factor", factor, optimized, params, state.step)
+        scale = _per_leaf(factor, optimized, params, state.step)
         alpha = scale * eta
         decay = None
         if decays:
-            rate = _per_leaf("weight_decay", weight_decay, optimized, params, state.step)
+            rate = _per_leaf(weight_decay, optimized, params, state.step)
             natural = _natural_scales(optimized)
             decay = untuned_rule.decay_fraction(rate, alpha, natural, scalars.ceiling, jnp)
         t = state.step.astype(eta.dtype) + 1
@@ -210,7 +187,7 @@ def untuned(
                 p, normalized, coefficients.of_each_leaf(), master, e, s
             )
         ]
-        param_updates = optimized.zero_filled_tree(leaf.update for leaf in new)
+        param_updates = optimized.tree((leaf.update for leaf in new), fill=jnp.zeros_like)
 
         def if_finite(value: Any, old: jax.Array) -> jax.Array:
             return jnp.where(finite, value, old).astype(old.dtype)
@@ -239,9 +216,9 @@ def untuned(
         return param_updates, state._replace(
             **scalars._replace(step=safe_increment(state.step, finite))._asdict(),
             skipped=safe_increment(state.skipped, ~finite),
-            z_minus_x=optimized.masked_tree(leaf.z_minus_x for leaf in new),
-            grad_rms=optimized.masked_tree(leaf.grad_rms for leaf in new),
-            master=optimized.masked_tree(leaf.master for leaf in new),
+            z_minus_x=optimized.tree(leaf.z_minus_x for leaf in new),
+            grad_rms=optimized.tree(leaf.grad_rms for leaf in new),
+            master=optimized.tree(leaf.master for leaf in new),
         )
 
     return optax.GradientTransformationExtraArgs(init, update)
@@ -250,9 +227,6 @@ def untuned(
 def _check_arguments(factor: Any, weight_decay: Any, state_dtype: Any) -> None:
     if state_dtype is not None and state_dtype != jnp.bfloat16:
         raise ValueError(f"state_dtype must be jnp.bfloat16 or None, got {state_dtype!r}")
-    for name, value in (("factor", factor), ("weight_decay", weight_decay)):
-        if value is None:  # a tree without leaves
-            raise TypeError(f"{name} must be a number or a tree of numbers, got None")
     for value in jax.tree.leaves(factor):
         if not callable(value):
             check_number("factor", value, "default 1.0; or a schedule f(count)")
@@ -271,9 +245,7 @@ def _initial_state(optimized: OptimizedLeaves, state_dtype: Any) -> UntunedState
         return jnp.zeros(len(y), accumulator_dtype())
 
     def buffer() -> PyTree:
-        return optimized.masked_tree(
-            jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y
-        )
+        return optimized.tree(jnp.zeros_like(y_i, dtype=state_dtype or y_i.dtype) for y_i in y)
 
     z_1 = [rows.reshape(-1) for _, rows in _coordinates_by_size(y)]
     ceiling = untuned_rule.distance_ceiling(root_mean_squares(y), _natural_scales(optimized), jnp)
@@ -290,7 +262,7 @@ def _initial_state(optimized: OptimizedLeaves, state_dtype: Any) -> UntunedState
         grad_rms=buffer(),
         # One array and not a tree: it has neither the shapes nor the sharding of the parameters.
         initial_sample=jnp.concatenate(z_1) if z_1 else jnp.zeros(0),
-        master=optimized.masked_tree(masters),
+        master=optimized.tree(masters),
     )
 
 
@@ -316,19 +288,17 @@ def averaged(state: PyTree, params: PyTree) -> PyTree:
             f"got none in {type(state).__name__}"
         )
     leaves, structure = jax.tree.flatten(params)
-    for untuned_state in states:
+    for found in states:
         # Compared by leaves and not by nodes: Flax NNX wraps the arrays of the state differently.
-        e = jax.tree.leaves(untuned_state.z_minus_x, is_leaf=is_masked)
-        master = jax.tree.leaves(untuned_state.master, is_leaf=is_masked)
-        expected_shapes = [None if is_masked(e_i) else e_i.shape for e_i in e]
-        shapes = [jnp.shape(p) for p in leaves]
+        e, master = (
+            jax.tree.leaves(tree, is_leaf=is_masked) for tree in (found.z_minus_x, found.master)
+        )
         if len(e) != len(leaves) or any(
-            expected not in (None, shape) for expected, shape in zip(expected_shapes, shapes)
+            not is_masked(e_i) and e_i.shape != jnp.shape(p) for e_i, p in zip(e, leaves)
         ):
             raise ValueError(
-                "params do not match the structure of the optimizer state: their shapes are "
-                f"{shapes}, those of the state {expected_shapes} "
-                "(within optax.flatten, params are one vector)"
+                "params do not match the structure of the optimizer state (within optax.flatten, "
+                f"params are one vector): shapes {list(map(jnp.shape, leaves))}"
             )
         leaves = list(map(_averaged_leaf, e, master, leaves))
     return jax.tree.unflatten(structure, leaves)
@@ -345,13 +315,11 @@ def _averaged_leaf(e: Any, master: Any, param: Any) -> Any:
 # -- numbers of each leaf --------------------------------------------------------------------
 
 
-def _per_leaf(
-    name: str, value: Any, optimized: OptimizedLeaves, params: PyTree, moves: jax.Array
-) -> Any:
+def _per_leaf(value: Any, optimized: OptimizedLeaves, params: PyTree, moves: jax.Array) -> Any:
     """Return a number for all leaves or an array with one per leaf, with schedules evaluated."""
     if jax.tree_util.treedef_is_leaf(jax.tree.structure(value)):  # a tree may be callable too
         return value(moves) if callable(value) else value
-    each = optimized.select(broadcast_prefix(name, value, params))
+    each = optimized.select(broadcast_prefix(value, params))
     return jnp.array([v(moves) if callable(v) else v for v in each], accumulator_dtype())
 
 
