@@ -33,11 +33,10 @@ class Options:
     gradient_transform: optax.GradientTransformation | None = None
 
     def __post_init__(self) -> None:
-        if not callable(self.lr):
-            check_number("lr", self.lr, "default 1.0; or a schedule f(count)")
+        check_number("lr", self.lr)
+        check_number("weight_decay", self.weight_decay)
         if not isinstance(self.unit, jax.Array):
             check_unit(self.unit)
-        check_number("weight_decay", self.weight_decay, "0.0 disables it")
         for name in ("decoupled_weight_decay", "maximize"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} must be True or False, got {getattr(self, name)!r}")
@@ -88,11 +87,11 @@ def may_decay(weight_decay: Number) -> bool:
     return isinstance(weight_decay, jax.Array) or weight_decay != 0
 
 
-def check_number(name: str, value: Any, hint: str) -> None:
-    """Raise if `value` is neither an array nor a finite number >= 0."""
-    if isinstance(value, jax.Array):
+def check_number(name: str, value: Any) -> None:
+    """Raise unless `value` is a finite number >= 0, an array or a schedule."""
+    if isinstance(value, jax.Array) or callable(value):
         return
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{name} must be a number, got {value!r}; {hint}")
+        raise TypeError(f"{name} must be a number, got {value!r}")
     if not 0 <= float(value) < math.inf:
-        raise ValueError(f"{name} must be finite and not negative, got {value!r}; {hint}")
+        raise ValueError(f"{name} must be finite and not negative, got {value!r}")

@@ -135,6 +135,8 @@ def _check_like(expected: PyTree, tree: PyTree, message: str) -> None:
 
 def broadcast_prefix(prefix: TreeOrFunction, params: PyTree) -> list[Any]:
     """Return one value per leaf of `params`, from a prefix of their tree or a function of them."""
+    if not jax.tree.leaves(params):  # `optax.tree.map_params` passes a placeholder
+        return []
     # A tree may itself be callable: an Equinox module of booleans is.
     structure: Any = jax.tree.structure(prefix)
     is_tree = not callable(prefix) or structure == jax.tree.structure(params)

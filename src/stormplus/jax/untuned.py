@@ -227,11 +227,9 @@ def untuned(
 def _check_arguments(factor: Any, weight_decay: Any, state_dtype: Any) -> None:
     if state_dtype is not None and state_dtype != jnp.bfloat16:
         raise ValueError(f"state_dtype must be jnp.bfloat16 or None, got {state_dtype!r}")
-    for value in jax.tree.leaves(factor):
-        if not callable(value):
-            check_number("factor", value, "default 1.0; or a schedule f(count)")
-    for value in jax.tree.leaves(weight_decay):
-        check_number("weight_decay", value, "0.0 disables it")
+    for name, tree in (("factor", factor), ("weight_decay", weight_decay)):
+        for value in jax.tree.leaves(tree):
+            check_number(name, value)
 
 
 def _initial_state(optimized: OptimizedLeaves, state_dtype: Any) -> UntunedState:
