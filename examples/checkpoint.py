@@ -3,10 +3,8 @@
     python examples/checkpoint.py --out run      # interrupt it, run it again, and again
 
 What a checkpoint holds: model, optimizer, scheduler, loss scale, random state, the uniform
-iterate and the number of samples taken. It is written to a temporary file and renamed, so
-that a kill never leaves half of one. This loop owns its backward passes and saves between
-the two evaluations of a sample too; the optimizer's state then remembers where the random
-stream of that sample began, and `same_sample` picks it up.
+iterate and the number of samples taken. It is made between two steps, written to a temporary file
+and renamed, so that a kill never leaves half of one.
 """
 
 from __future__ import annotations
@@ -20,7 +18,7 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.nn import functional as F
 
-from stormplus import StormPlus, UniformIterate, same_sample
+from stormplus import StormPlus, UniformIterate, scaled_step
 
 
 class Run:
@@ -59,25 +57,22 @@ class Run:
             self.taken = state["taken"]
             torch.set_rng_state(state["random"])
 
-    def backward(self) -> None:
+    def take(self) -> None:
         # The batch is a function of the sample's number, so that a resumed run finds it.
         draw = torch.Generator().manual_seed(self.taken)
         index = torch.randint(len(self.x), (64,), generator=draw)
-        self.opt.zero_grad()
-        loss = F.cross_entropy(self.model(self.x[index]), self.y[index])
-        self.scaler.scale(loss).backward()
-        self.scaler.unscale_(self.opt)
-        self.scaler.update()
+
+        def closure() -> torch.Tensor:
+            self.opt.zero_grad()
+            loss = F.cross_entropy(self.model(self.x[index]), self.y[index])
+            self.scaler.scale(loss).backward()
+            return loss
+
+        scaled_step(self.opt, self.scaler, closure, self.model)
 
     def train(self) -> None:
         while self.taken < self.samples:
-            with same_sample(self.opt, self.model):
-                if self.opt.started and not self.opt.pending:
-                    self.backward()
-                    self.opt.move()
-                    self.save()  # between the two evaluations
-                self.backward()
-                self.opt.estimate()
+            self.take()
             self.schedule.step()
             self.iterate.update()
             self.taken += 1
@@ -92,7 +87,7 @@ def main() -> None:
     torch.set_num_threads(1)
     run = Run(args.out, args.samples)
     run.resume()
-    print(f"starting from sample {run.taken}, pending: {run.opt.pending}", flush=True)
+    print(f"starting from sample {run.taken}", flush=True)
     run.train()
     run.model.eval()
     with torch.no_grad():

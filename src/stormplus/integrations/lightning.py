@@ -174,7 +174,7 @@ class StormPlusCallback(Callback):
     def on_save_checkpoint(self, trainer: Trainer, _: Any, checkpoint: dict[str, Any]) -> None:
         if trainer.world_size == 1 and trainer.optimizers:  # none after `trainer.validate`
             checkpoint[CHECKPOINT_KEY] = {
-                "rng": _paired_optimizers(trainer)[0].random_streams().pack(),
+                "rng": _paired_optimizers(trainer)[0].random_streams().states,
                 "mid_epoch": not trainer.is_last_batch,
             }
 
@@ -193,13 +193,16 @@ class StormPlusCallback(Callback):
         if self._resumed is None:
             return
         streams = _paired_optimizers(trainer)[0].random_streams()
-        try:
-            streams.unpack(self._resumed["rng"])
-        except RuntimeError as error:  # it was made with other devices or generators
-            rank_zero_warn(f"the run continues with other random numbers: {error}")
+        saved = [state.cpu() for state in self._resumed["rng"]]
+        if [state.shape for state in saved] != [state.shape for state in streams.states]:
+            rank_zero_warn(
+                "the checkpoint was made with other devices or generators: the run continues with "
+                "other random numbers"
+            )
             self._resumed = None
-        else:
-            streams.rewind()
+            return
+        streams.states = saved
+        streams.rewind()
 
 
 class _SampleSkipped(Exception):

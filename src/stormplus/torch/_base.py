@@ -69,7 +69,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     @abstractmethod
     def _initial_flags(self) -> State:
-        """Return the integers and bytes in `scalars` before the first step."""
+        """Return the integers in `scalars` before the first step."""
 
     @abstractmethod
     def _buffers(self, p: Tensor) -> dict[str, BufferKind]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -32,42 +32,23 @@ class RandomStreams:
         self, devices: Iterable[torch.device], generators: tuple[torch.Generator, ...]
     ) -> None:
         # Without devices whose random state torch cannot read, as XLA's.
-        modules = [(device, getattr(torch, device.type, None)) for device in devices]
+        modules = [(d, getattr(torch, d.type, None)) for d in dict.fromkeys(devices)]
         self._modules: list[tuple[torch.device, Any]] = [
             (device, module)
             for device, module in modules
             if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state")
         ]
-        self._generators = generators
-        self._states = [
-            torch.get_rng_state(),
-            *(module.get_rng_state(device) for device, module in self._modules),
-            *(generator.get_state() for generator in generators),
-        ]
+        self._generators = (torch.default_generator, *generators)
+        self.states = [generator.get_state() for generator in self._generators]
+        self.states += [module.get_rng_state(device) for device, module in self._modules]
 
     def rewind(self) -> None:
         """Set the streams back to the snapshot."""
-        cpu, *others = self._states
-        torch.set_rng_state(cpu)
-        for (device, module), state in zip(self._modules, others):
-            module.set_rng_state(state, device)
-        for generator, state in zip(self._generators, others[len(self._modules) :]):
-            generator.set_state(state)
-
-    def pack(self) -> Tensor:
-        """Return the snapshot as bytes in one tensor, for a checkpoint."""
-        return torch.cat(self._states)
-
-    def unpack(self, packed: Tensor) -> None:
-        """Replace the snapshot by one that `pack` has returned."""
-        sizes = [state.numel() for state in self._states]
-        if packed.numel() != sum(sizes):
-            raise RuntimeError(
-                f"the checkpoint holds {packed.numel()} bytes of random state, this process "
-                f"has {sum(sizes)}: resume with the same devices and generators"
-            )
-        # Clones: Generator.set_state crashes on a view with an offset (torch 2.13).
-        self._states = [piece.clone() for piece in torch.split(packed.cpu(), sizes)]
+        states = iter(self.states)
+        for generator in self._generators:
+            generator.set_state(next(states))
+        for device, module in self._modules:
+            module.set_rng_state(next(states), device)
 
 
 class Generators(tuple[torch.Generator, ...]):
@@ -88,44 +69,6 @@ def check_generators(replay_rng: bool | Iterable[torch.Generator]) -> Generators
                 f"replay_rng must be True, False or a list of torch.Generator, got {generator!r}"
             )
     return Generators(given)
-
-
-class RandomReplay:
-    """What a paired optimizer knows about the random streams of its evaluations."""
-
-    _replay_rng: Generators | None
-    _shared_state: dict[str, Any]
-    param_groups: list[dict[str, Any]]
-
-    @property
-    def replays_rng(self) -> bool:
-        """Whether both evaluations are to see the same random numbers."""
-        return self._replay_rng is not None
-
-    def lock(self) -> AbstractContextManager[Any]:
-        """Return the context in which a pair is evaluated; an empty one if no stream is rewound."""
-        return pair_lock() if self.replays_rng else nullcontext()
-
-    def random_streams(self) -> RandomStreams:
-        """Return a snapshot of the random streams that an evaluation may draw from."""
-        devices = dict.fromkeys(p.device for group in self.param_groups for p in group["params"])
-        return RandomStreams(devices, self._replay_rng or ())
-
-    @property
-    def pending_streams(self) -> Tensor | None:
-        """Where the random streams of the pending sample began, packed; None if unknown."""
-        packed: Tensor = self._shared_state["rng"]
-        return packed if bool(packed.any()) else None
-
-    @pending_streams.setter
-    def pending_streams(self, packed: Tensor | None) -> None:
-        rng = self._shared_state["rng"]
-        if packed is None:
-            rng.zero_()
-        elif packed.shape == rng.shape:
-            rng.copy_(packed)
-        else:
-            self._shared_state["rng"] = packed  # of other devices
 
 
 class FreshGradients:

@@ -29,15 +29,15 @@ class same_sample:
     drawn):
 
         with same_sample(opt, model):
-            if opt.started and not opt.pending:
+            if opt.started:
                 backward()
                 opt.move()
             backward()
             opt.estimate()
 
     The second evaluation, at the new point, counts for the buffers of the model; one that fails, or
-    is not finite, leaves them as they were. If a checkpoint was made between the two evaluations,
-    the random streams start where that sample's did. As a context it holds `stormplus.pair_lock`.
+    is not finite, leaves them as they were. A context that is entered while a pair is pending
+    replays the random numbers of that pair. As a context it holds `stormplus.pair_lock`.
     """
 
     def __init__(self, opt: PairedOptimizer, model: nn.Module | None = None) -> None:
@@ -80,10 +80,8 @@ class same_sample:
         with ExitStack() as held:
             held.enter_context(opt.lock())
             self._entry = self._streams = opt.random_streams()
-            packed = opt.pending_streams
-            if opt.pending and opt.replays_rng and packed is not None:
-                self._streams = opt.random_streams()
-                self._streams.unpack(packed)
+            if opt.pending and opt.replays_rng and opt.pending_streams is not None:
+                self._streams = opt.pending_streams
                 self._streams.rewind()
             self._statistics = BufferSnapshot(self._model)
             held.callback(opt.register_pass_hook(self._around).remove)
@@ -92,7 +90,7 @@ class same_sample:
 
     def _around(self, opt: PairedOptimizer, event: str) -> None:
         if event == "after_move":
-            opt.pending_streams = self._streams.pack()
+            opt.pending_streams = self._streams
             self.rewind()
         elif event == "failed" and opt.pending:
             self.rewind()  # for another try

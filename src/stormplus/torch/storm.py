@@ -13,7 +13,9 @@ needs, and the second gradient completes it: no previous iterate is stored.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar
 
 import torch
@@ -23,7 +25,7 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._rng import FreshGradients, RandomReplay, check_generators
+from stormplus.torch._rng import FreshGradients, RandomStreams, check_generators, pair_lock
 from stormplus.torch._tensors import (
     BufferKind,
     Number,
@@ -50,7 +52,7 @@ _RETRY = (
 )
 
 
-class PairedOptimizer(RandomReplay, BaseOptimizer):
+class PairedOptimizer(BaseOptimizer):
     """SGD with corrected momentum; a rule computes the gain and the step size.
 
     `opt.step(closure)` takes one sample, on which it calls the closure twice (on the first step
@@ -82,6 +84,7 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
     """
 
     rule: Rule
+    pending_streams: RandomStreams | None = None  # where those of the pending sample began
     _shared_initial: ClassVar[dict[str, float]] = {
         "step": 0.0,
         "gain": 1.0,
@@ -148,16 +151,13 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
                 self._estimate()
                 return loss
             self._move()
+            self.pending_streams = streams
             if self.replays_rng:
                 streams.rewind()
-            fresh = FreshGradients([info.p for info in self._infos if info.p.requires_grad])
-            try:
-                evaluate()
-                fresh.check()
-                self._estimate()
-            except BaseException:
-                self.pending_streams = streams.pack()  # for `same_sample`, to complete it
-                raise
+            fresh = FreshGradients([info.p for info in self._infos])
+            evaluate()
+            fresh.check()
+            self._estimate()
             return loss
 
     @torch.no_grad()
@@ -341,6 +341,19 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
 
     # -- for observers, same_sample and trainers -------------------------------------------------
 
+    @property
+    def replays_rng(self) -> bool:
+        """Whether both evaluations are to see the same random numbers."""
+        return self._replay_rng is not None
+
+    def lock(self) -> AbstractContextManager[Any]:
+        """Return the context in which a pair is evaluated; an empty one if no stream is rewound."""
+        return pair_lock() if self.replays_rng else nullcontext()
+
+    def random_streams(self) -> RandomStreams:
+        """Return a snapshot of the random streams that an evaluation may draw from."""
+        return RandomStreams([info.p.device for info in self._infos], self._replay_rng or ())
+
     def diagnostics(self) -> dict[str, float]:
         """Return where the run stands, in plain floats. Reading them waits for the device."""
         (numbers,) = self._shared_table.snapshot()
@@ -374,10 +387,13 @@ class PairedOptimizer(RandomReplay, BaseOptimizer):
         return describe(rule) | {"unit": self._unit}
 
     def _initial_flags(self) -> State:
-        # The distributed checkpoint loads only what exists already, so the random streams of a
-        # pending sample have their place from the start.
-        rng = torch.zeros_like(self.random_streams().pack())
-        return {"phase": START, "rng": rng}
+        return {"phase": START}
+
+    def _copied_numbers(self) -> defaultdict[Tensor, State]:
+        state = super()._copied_numbers()
+        if self.pending:  # where it is loaded, the sample may be another: the estimator restarts
+            state[self._state_owner]["scalars"]["phase"] = START
+        return state
 
 
 class StormPlus(PairedOptimizer):
