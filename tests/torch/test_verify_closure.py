@@ -71,7 +71,7 @@ BAD = {
         "gradients that differ",
     ),
     "not zeroed": (
-        Closure(lambda run, _: run.p.square().sum(), zero=False), "does not zero the gradients"
+        Closure(lambda run, _: run.p.square().sum(), zero=False), "must zero the gradients"
     ),
     "no backward": (Closure(lambda run, _: None), "left no gradient"),
     "not finite": (
@@ -79,7 +79,7 @@ BAD = {
     ),
     "used once": (
         Closure(lambda run, call: (run.p.sum() + (run.other.sum() if call == 1 else 0))),
-        r"only one of two evaluations gave parameter 1 of group 0 \('other'\)",
+        r"parameter 1 of group 0 \('other'\) gradients that differ",
     ),
 }  # fmt: skip
 

@@ -202,7 +202,7 @@ class StormPlusCallback(Callback):
             self._resumed = None
             return
         streams.states = saved
-        streams.rewind()
+        streams.restore()
 
 
 class _SampleSkipped(Exception):

@@ -60,8 +60,7 @@ class Replay:
         streams = self.opt.random_streams()
 
         def evaluate_again(last: bool) -> None:
-            if self.opt.replays_rng:
-                streams.rewind()
+            streams.rewind()
             evaluate(last)
 
         self._micro_batches.append(evaluate_again)

@@ -26,11 +26,12 @@ def pair_lock() -> AbstractContextManager[bool]:
 
 
 class RandomStreams:
-    """A snapshot of random streams: the CPU's, the devices', and the user's generators."""
+    """A snapshot of random streams: the CPU's, the devices', and the user's generators.
 
-    def __init__(
-        self, devices: Iterable[torch.device], generators: tuple[torch.Generator, ...]
-    ) -> None:
+    If `generators` is None, the second evaluation draws other numbers: `rewind` does nothing.
+    """
+
+    def __init__(self, devices: Iterable[torch.device], generators: Generators | None) -> None:
         # Without devices whose random state torch cannot read, as XLA's.
         modules = [(d, getattr(torch, d.type, None)) for d in dict.fromkeys(devices)]
         self._modules: list[tuple[torch.device, Any]] = [
@@ -38,11 +39,17 @@ class RandomStreams:
             for device, module in modules
             if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state")
         ]
-        self._generators = (torch.default_generator, *generators)
+        self._replay = generators is not None
+        self._generators = (torch.default_generator, *(generators or ()))
         self.states = [generator.get_state() for generator in self._generators]
         self.states += [module.get_rng_state(device) for device, module in self._modules]
 
     def rewind(self) -> None:
+        """Set the streams back for the second evaluation."""
+        if self._replay:
+            self.restore()
+
+    def restore(self) -> None:
         """Set the streams back to the snapshot."""
         states = iter(self.states)
         for generator in self._generators:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from stormplus.torch._checks import parameter_name
-from stormplus.torch._rng import pair_lock
+from stormplus.torch._rng import RandomStreams, pair_lock
 from stormplus.torch._sharding import local
 from stormplus.torch._tensors import accumulator_dtype
 from stormplus.torch.batchnorm import BufferSnapshot
@@ -36,79 +36,72 @@ class same_sample:
             opt.estimate()
 
     The second evaluation, at the new point, counts for the buffers of the model; one that fails, or
-    is not finite, leaves them as they were. A context that is entered while a pair is pending
-    replays the random numbers of that pair. As a context it holds `stormplus.pair_lock`.
+    is not finite, leaves them as they were. The context holds `stormplus.pair_lock`. If a pair is
+    pending when it is entered, it replays the random numbers of that pair.
     """
 
     def __init__(self, opt: PairedOptimizer, model: nn.Module | None = None) -> None:
         _require_pairs(opt, "same_sample")
         self._opt, self._model = opt, model
-        self._held: ExitStack | None = None  # the lock and the hook, inside the context
+        self._held = ExitStack()  # the hook, and inside the context the lock
+        self._statistics = BufferSnapshot(None)
+        self._streams: RandomStreams | None = None  # inside the context; `step` has its own
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        opt, hooks = self._opt, ExitStack()
-
         def evaluate() -> Any:
-            hooks.close()  # left by an evaluation without a step
-            statistics = BufferSnapshot(self._model)
-            counts = not opt.started or opt.pending  # the sample's last evaluation
+            if not self._opt.pending:  # the first evaluation of a sample
+                self._held.close()  # left by an evaluation without a step
+                self._watch(self._held)
             try:
-                loss = closure()
+                return closure()
             except BaseException:
-                statistics.restore()
+                self.restore()
+                self._held.close()
                 raise
-            if not counts:
-                statistics.restore()
-                return loss
-
-            def look(_: PairedOptimizer, event: str) -> None:
-                # The pass after the last evaluation decides whether it counts.
-                if event == "failed":
-                    statistics.restore()
-                if event in ("failed", "after_estimate"):
-                    hooks.close()
-
-            hooks.callback(opt.register_pass_hook(look).remove)
-            return loss
 
         return evaluate
 
     def __enter__(self) -> same_sample:
         opt = self._opt
-        if self._held is not None:
+        if self._streams is not None:
             raise RuntimeError("this same_sample is in use: make one for each sample")
         with ExitStack() as held:
             held.enter_context(opt.lock())
+            self._watch(held)
             self._entry = self._streams = opt.random_streams()
-            if opt.pending and opt.replays_rng and opt.pending_streams is not None:
+            if opt.pending and opt.pending_streams is not None:
                 self._streams = opt.pending_streams
-                self._streams.rewind()
-            self._statistics = BufferSnapshot(self._model)
-            held.callback(opt.register_pass_hook(self._around).remove)
+                self.rewind()
             self._held = held.pop_all()
         return self
 
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is not None:
+            self.restore()
+        self._streams = None
+        self._held.close()
+
+    def _watch(self, held: ExitStack) -> None:
+        """Save the running statistics, and restore them around the passes of the optimizer."""
+        self._statistics = BufferSnapshot(self._model)
+        held.callback(self._opt.register_pass_hook(self._around).remove)
+
     def _around(self, opt: PairedOptimizer, event: str) -> None:
         if event == "after_move":
-            opt.pending_streams = self._streams
             self.rewind()
+            opt.pending_streams = self._streams
         elif event == "failed" and opt.pending:
             self.rewind()  # for another try
         elif event == "failed":
             self.restore()
-        elif event == "restarted" and self._streams is not self._entry:
-            self._entry.rewind()  # the pending sample is dropped
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self._held is not None:
+        elif event == "restarted" and self._streams is not None:
+            self._entry.rewind()  # a pending sample is dropped
+        if event in ("failed", "after_estimate") and self._streams is None:
             self._held.close()
-            self._held = None
-        if kind is not None:
-            self.restore()
 
     def rewind(self) -> None:
         """Set random streams and running statistics back to where the sample began."""
-        if self._opt.replays_rng:
+        if self._streams is not None:
             self._streams.rewind()
         self.restore()
 
@@ -214,52 +207,42 @@ def verify_closure(
     _require_pairs(opt, "verify_closure")
     params = [p for p in opt.parameters() if p.requires_grad]
     before = [p.grad for p in params]
+    evaluate = torch.enable_grad()(closure)
     with pair_lock():
         streams, statistics = opt.random_streams(), BufferSnapshot(model)
         try:
             for p in params:
                 p.grad = None
-            torch.enable_grad()(closure)()
-            first = [None if p.grad is None else local(p.grad).clone() for p in params]
-            if all(g is None for g in first):
+            evaluate()
+            first = [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in params]
+            if all(p.grad is None for p in params):
                 raise RuntimeError("the closure left no gradient: it must call loss.backward()")
-            if opt.replays_rng:
-                streams.rewind()
-            torch.enable_grad()(closure)()
-            for p, g in zip(params, first):
-                _compare(parameter_name(opt.param_groups, p), g, p.grad, rtol)
-        finally:
             streams.rewind()
+            evaluate()
+            for p, g in zip(params, first):
+                second = torch.zeros_like(p) if p.grad is None else p.grad
+                _compare(parameter_name(opt.param_groups, p), g, second, rtol)
+        finally:
+            streams.restore()
             statistics.restore()
             for p, grad in zip(params, before):
                 p.grad = grad
 
 
-def _compare(name: str, first: Tensor | None, grad: Tensor | None, rtol: float) -> None:
-    if first is None and grad is None:
-        return
-    if first is None or grad is None:
-        raise RuntimeError(f"only one of two evaluations gave {name} a gradient: {_ADVICE}")
-    dtype, norm = accumulator_dtype(grad.device), torch.linalg.vector_norm
-    first, second = first.to(dtype), local(grad).to(dtype)
+def _compare(name: str, first: Tensor, second: Tensor, rtol: float) -> None:
+    dtype, norm = accumulator_dtype(first.device), torch.linalg.vector_norm
+    first, second = local(first).to(dtype), local(second).to(dtype)
     size, off = float(norm(first)), float(norm(second - first))
     if off <= rtol * size:
         return
     if not math.isfinite(off):
         raise RuntimeError(f"the gradient of {name} is not finite at the present point")
-    advice = _ADVICE
-    if float(norm(second - 2 * first)) <= rtol * size:
-        advice = "the closure does not zero the gradients; call opt.zero_grad() in it"
     raise RuntimeError(
         f"two evaluations at the same point give {name} gradients that differ by "
-        f"{off:.3g} (norm {size:.3g}): {advice}"
+        f"{off:.3g} (norm {size:.3g}): the closure must zero the gradients and evaluate ONE sample "
+        "each time. Draw the batch outside it, name any generator of your own in "
+        "replay_rng=[...], and keep no state in the loss"
     )
-
-
-_ADVICE = (
-    "the closure must evaluate ONE sample each time. Draw the batch outside it, name any "
-    "generator of your own in replay_rng=[...], and keep no state in the loss"
-)
 
 
 def _require_pairs(opt: object, what: str, instead: str = "opt.step()") -> None:

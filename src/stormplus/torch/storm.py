@@ -152,8 +152,7 @@ class PairedOptimizer(BaseOptimizer):
                 return loss
             self._move()
             self.pending_streams = streams
-            if self.replays_rng:
-                streams.rewind()
+            streams.rewind()
             fresh = FreshGradients([info.p for info in self._infos])
             evaluate()
             fresh.check()
@@ -341,18 +340,13 @@ class PairedOptimizer(BaseOptimizer):
 
     # -- for observers, same_sample and trainers -------------------------------------------------
 
-    @property
-    def replays_rng(self) -> bool:
-        """Whether both evaluations are to see the same random numbers."""
-        return self._replay_rng is not None
-
     def lock(self) -> AbstractContextManager[Any]:
         """Return the context in which a pair is evaluated; an empty one if no stream is rewound."""
-        return pair_lock() if self.replays_rng else nullcontext()
+        return nullcontext() if self._replay_rng is None else pair_lock()
 
     def random_streams(self) -> RandomStreams:
         """Return a snapshot of the random streams that an evaluation may draw from."""
-        return RandomStreams([info.p.device for info in self._infos], self._replay_rng or ())
+        return RandomStreams([info.p.device for info in self._infos], self._replay_rng)
 
     def diagnostics(self) -> dict[str, float]:
         """Return where the run stands, in plain floats. Reading them waits for the device."""
