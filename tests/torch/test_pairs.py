@@ -216,7 +216,7 @@ def test_a_second_evaluation_that_fails_leaves_a_pair_that_estimate_completes(ca
     with pytest.raises(FloatingPointError, match="parameter 0"):
         run.opt.step(evaluate)
     assert run.opt.pending
-    assert run.opt.diagnostics() == before | {"grad_evaluations": before["grad_evaluations"] + 1}
+    assert run.opt.diagnostics() == before
     evaluate()
     run.opt.estimate()
     run.train(8)

@@ -1,10 +1,11 @@
-"""Random streams that the second evaluation of a pair replays, and a check that it was made."""
+"""Random streams that the second evaluation of a pair replays, and whether it was made."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,17 +33,16 @@ class RandomStreams:
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Generators | None) -> None:
-        # Without devices whose random state torch cannot read, as XLA's.
-        modules = [(d, getattr(torch, d.type, None)) for d in dict.fromkeys(devices)]
-        self._modules: list[tuple[torch.device, Any]] = [
-            (device, module)
-            for device, module in modules
-            if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state")
-        ]
         self._replay = generators is not None
-        self._generators = (torch.default_generator, *(generators or ()))
-        self.states = [generator.get_state() for generator in self._generators]
-        self.states += [module.get_rng_state(device) for device, module in self._modules]
+        all_generators = (torch.default_generator, *(generators or ()))
+        self.states = [generator.get_state() for generator in all_generators]
+        self._setters: list[Callable[[Tensor], Any]] = [g.set_state for g in all_generators]
+        for device in dict.fromkeys(devices):
+            module: Any = getattr(torch, device.type, None)
+            # XLA has no such function.
+            if device.type not in ("cpu", "meta") and hasattr(module, "get_rng_state"):
+                self.states.append(module.get_rng_state(device))
+                self._setters.append(partial(module.set_rng_state, device=device))
 
     def rewind(self) -> None:
         """Set the streams back for the second evaluation."""
@@ -51,11 +51,8 @@ class RandomStreams:
 
     def restore(self) -> None:
         """Set the streams back to the snapshot."""
-        states = iter(self.states)
-        for generator in self._generators:
-            generator.set_state(next(states))
-        for device, module in self._modules:
-            module.set_rng_state(next(states), device)
+        for set_state, state in zip(self._setters, self.states):
+            set_state(state)
 
 
 class Generators(tuple[torch.Generator, ...]):
@@ -78,23 +75,18 @@ def check_generators(replay_rng: bool | Iterable[torch.Generator]) -> Generators
     return Generators(given)
 
 
-class FreshGradients:
-    """Checks that an evaluation has written a gradient since this was made.
+def gradients_unchanged(params: Iterable[Tensor]) -> Callable[[], bool]:
+    """Return a function that returns whether no gradient has been written since this call.
 
     Trainers that step without a closure may pass an empty one: both gradients would silently be the
     same tensor. The references are weak, so that gradients can be freed.
     """
-
-    def __init__(self, params: Iterable[Tensor]) -> None:
-        grads = ((p, p.grad) for p in params if p.grad is not None)
-        self._seen = [(p, TensorWeakRef(g), g._version) for p, g in grads]
-
-    def check(self) -> None:
-        if self._seen and all(
+    grads = ((p, p.grad) for p in params if p.grad is not None)
+    before = [(p, TensorWeakRef(g), g._version) for p, g in grads]
+    return lambda: (
+        bool(before)
+        and all(
             p.grad is not None and p.grad is grad() and p.grad._version == version
-            for p, grad, version in self._seen
-        ):
-            raise RuntimeError(
-                "the closure has not computed a gradient in its second call: call backward in it; "
-                "with CUDA graphs use move() and estimate(), in a trainer stormplus.integrations"
-            )
+            for p, grad, version in before
+        )
+    )

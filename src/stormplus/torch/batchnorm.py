@@ -39,8 +39,8 @@ def recalibrate(
     kept = (getattr(module, "non_trainable_variables", ()) for module, _ in modes)  # of Keras
     if any(variable.name == "moving_variance" for variables in kept for variable in variables):
         raise TypeError(
-            "recalibrate knows torch's BatchNorm, and this model has Keras's BatchNormalization: "
-            "call model(x, training=True) on some batches instead, which moves its statistics"
+            "recalibrate knows torch's BatchNorm, not Keras's BatchNormalization: call "
+            "model(x, training=True) on some batches instead, which moves its statistics"
         )
     norms = [m for m, _ in modes if isinstance(m, _BatchNorm) and m.running_mean is not None]
     if not norms:
@@ -74,19 +74,16 @@ def recalibrate(
 
 
 def _evaluate(model: nn.Module, batch: Any) -> None:
+    inputs = (batch,)
     if isinstance(batch, (tuple, list)):
         given = inspect.signature(model.forward).parameters.values()
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         required = sum(p.kind in positional and p.default is p.empty for p in given)
-        parts = batch[: max(1, required)]
-        if len(parts) != 1 or not isinstance(parts[0], Mapping):
-            model(*parts)
-            return
-        batch = parts[0]
-    if isinstance(batch, Mapping):
-        model(**batch)
+        inputs = tuple(batch[: max(1, required)])
+    if len(inputs) == 1 and isinstance(inputs[0], Mapping):
+        model(**inputs[0])
     else:
-        model(batch)
+        model(*inputs)
 
 
 class BufferSnapshot:
@@ -94,17 +91,15 @@ class BufferSnapshot:
 
     def __init__(self, model: nn.Module | None) -> None:
         modules = [] if model is None else model.modules()
-        self._saved = [
-            (module._buffers, name, buffer, None if buffer is None else buffer.detach().clone())
-            for module in modules
-            for name, buffer in module._buffers.items()
-        ]
+        self._modules = [(m._buffers, dict(m._buffers)) for m in modules if m._buffers]
+        buffers = (b for _, saved in self._modules for b in saved.values() if b is not None)
+        # The elements of an expanded buffer share memory: nothing can write to them.
+        self._values = [(b, b.detach().clone()) for b in buffers if not is_expanded(b)]
 
     @torch.no_grad()
     def restore(self) -> None:
         """Write the snapshot back."""
-        for buffers, name, buffer, value in self._saved:
-            # The elements of an expanded buffer share memory: nothing can have written to them.
-            if buffer is not None and value is not None and not is_expanded(buffer):
-                buffer.copy_(value)
-            buffers[name] = buffer  # a module may have assigned another tensor
+        for buffer, value in self._values:
+            buffer.copy_(value)
+        for buffers, saved in self._modules:
+            buffers.update(saved)  # a module may have assigned another tensor

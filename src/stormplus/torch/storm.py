@@ -25,14 +25,13 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._rng import FreshGradients, RandomStreams, check_generators, pair_lock
-from stormplus.torch._tensors import (
-    BufferKind,
-    Number,
-    State,
-    TensorGroup,
-    wide_dtype,
+from stormplus.torch._rng import (
+    RandomStreams,
+    check_generators,
+    gradients_unchanged,
+    pair_lock,
 )
+from stormplus.torch._tensors import BufferKind, Number, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 from stormplus.trainers import check_trainer
 
@@ -45,6 +44,10 @@ _NO_CLOSURE = (
     "    opt.step(closure)\n"
     "Instead: opt.move() and opt.estimate(); with a GradScaler stormplus.scaled_step; in a trainer "
     "stormplus.integrations."
+)
+_NO_GRADIENT = (
+    "the closure has not computed a gradient in its second call: call backward in it; with CUDA "
+    "graphs use move() and estimate(), in a trainer stormplus.integrations"
 )
 _RETRY = (
     "the parameters have moved and the step is pending: evaluate the same sample again and call "
@@ -153,9 +156,10 @@ class PairedOptimizer(BaseOptimizer):
             self._move()
             self.pending_streams = streams
             streams.rewind()
-            fresh = FreshGradients([info.p for info in self._infos])
+            unchanged = gradients_unchanged([info.p for info in self._infos])
             evaluate()
-            fresh.check()
+            if unchanged():
+                raise RuntimeError(_NO_GRADIENT)
             self._estimate()
             return loss
 
@@ -244,7 +248,10 @@ class PairedOptimizer(BaseOptimizer):
         """
         groups = self._collect(missing_is_zero=True)
         for tensors in groups:
-            tensors.sign, tensors.l2 = _sign_and_l2(tensors.param_group)
+            options = tensors.param_group
+            tensors.sign = -1.0 if options["maximize"] else 1.0
+            if not options["decoupled_weight_decay"]:  # L2 is part of the objective
+                tensors.l2 = float(options["weight_decay"])
             tensors.estimators = [state["estimator"] for state in tensors.states]
         if not groups or not any(i.p.requires_grad and i.p.grad is not None for i in self._infos):
             self._notify("failed")
@@ -359,13 +366,8 @@ class PairedOptimizer(BaseOptimizer):
             "sum_g_sq": sums.sum_g_sq.total,
             "sum_d_sq_over_a": sums.sum_d_sq_over_a.total,
             "unit": scalars["unit"] or (1.0 if self._unit == "first" else float(self._unit)),
-            "grad_evaluations": scalars["grad_evaluations"] + self.pending,
+            "grad_evaluations": scalars["grad_evaluations"],
         }
-
-    @property
-    def grad_evaluations(self) -> int:
-        """How many gradients have been used. Reading it waits for the device."""
-        return super().grad_evaluations + self.pending
 
     def has_estimator(self, p: Tensor) -> bool:
         """Return whether a parameter takes part: it is trainable and has had a gradient."""
@@ -432,13 +434,6 @@ def _learning_rate(param_group: dict[str, Any], like: Number) -> Number:
     if float(lr) < 0:
         raise ValueError(f"lr must be at least 0, got {lr!r}: a schedule has run past its end")
     return float(lr)
-
-
-def _sign_and_l2(param_group: dict[str, Any]) -> tuple[float, float]:
-    # L2 regularization is part of the objective; `_decay_decoupled` does the other kind.
-    decoupled = param_group["decoupled_weight_decay"]
-    l2 = 0.0 if decoupled else float(param_group["weight_decay"])
-    return -1.0 if param_group["maximize"] else 1.0, l2
 
 
 def _decay_decoupled(tensors: TensorGroup, decay: Number, skip: Tensor | None) -> None:

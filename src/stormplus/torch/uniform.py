@@ -14,13 +14,12 @@ from stormplus.torch._sharding import reshard
 class UniformIterate:
     """Keeps one point, uniform over all points seen, by reservoir sampling.
 
-    Call `update()` after every step: the first step does not move the parameters, so after
-    step t they are at x_t. The choice comes from a generator of its own: the global
-    random stream is untouched, and all ranks of a distributed run keep the same iterate.
+    Call `update()` after every step: the first step does not move the parameters, so after step t
+    they are at x_t. The choice comes from a generator of its own: the global random stream is
+    untouched, and all ranks of a distributed run keep the same iterate.
 
     Args:
-        module_or_params: A module (its buffers are kept with the parameters), or
-            parameters.
+        module_or_params: A module (its buffers are kept with the parameters), or parameters.
         seed: Of the choice. The same on all ranks.
     """
 
@@ -31,8 +30,7 @@ class UniformIterate:
         self._kept = self._point()
         if not self._kept:
             raise ValueError("UniformIterate got no parameters")
-        self.seed, self.count = int(seed), 0
-        self.chosen = 0  # which iterate is kept, from 1
+        self.seed, self.count, self.chosen = int(seed), 0, 0  # `chosen` counts from 1
         self._generator = torch.Generator().manual_seed(self.seed)
 
     def _point(self) -> list[Tensor]:
@@ -69,8 +67,7 @@ class UniformIterate:
         if [t.shape for t in kept] != [t.shape for t in self._kept]:
             raise ValueError("the saved iterate has other shapes than this model")
         self._kept = [saved.to(mine, copy=True) for mine, saved in zip(self._kept, kept)]
-        self.seed, self.count = state_dict["seed"], state_dict["count"]
-        self.chosen = state_dict["chosen"]
+        self.seed, self.count, self.chosen = (state_dict[k] for k in ("seed", "count", "chosen"))
         self._generator.set_state(state_dict["generator"].cpu())
 
 
