@@ -56,7 +56,6 @@ class same_sample:
                 return closure()
             except BaseException:
                 self.restore()
-                self._held.close()
                 raise
 
         return evaluate
