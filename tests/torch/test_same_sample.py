@@ -235,6 +235,15 @@ def test_a_pending_pair_is_completed_with_its_own_random_numbers(own):
     assert run.drawn[-1] == run.drawn[1]
 
 
+def test_a_pair_that_was_begun_outside_is_not_rewound():
+    run = Dropper().take(2)
+    run()
+    run.opt.move()
+    before = torch.get_rng_state()
+    with same_sample(run.opt):
+        assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_a_step_that_gives_a_pair_up_does_not_rewind_the_stream():
     run = Dropper().lose_a_pair()
     before = torch.get_rng_state()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -140,14 +141,14 @@ def scaled_step(
     _require_pairs(opt, "scaled_step", "scaler.step(opt)")
     if opt.pending:  # an earlier call was interrupted, and its sample is gone
         opt.restart()
-    gradients = _OverflowProbe(opt)
+    # Stands in for an optimizer: `scaler.step` calls its step() unless the gradients overflowed.
+    gradients: Any = SimpleNamespace(param_groups=opt.param_groups, step=lambda: True)
 
     def evaluate() -> tuple[Any, bool]:
         loss = torch.enable_grad()(closure)()
-        scaler.unscale_(gradients)  # type: ignore[arg-type]
-        scaler.step(gradients)  # type: ignore[arg-type]
+        scaler.unscale_(gradients)
+        finite = bool(scaler.step(gradients))  # the only wait for the device
         scaler.update()
-        finite = not bool(gradients.overflow)  # the only wait for the device
         if finite and process is not None:
             process()
         return loss, finite
@@ -171,19 +172,6 @@ def scaled_step(
                 )
         opt.estimate()
     return loss
-
-
-class _OverflowProbe:
-    """Stands in for an optimizer, so that a `GradScaler` says if the gradients overflowed."""
-
-    overflow: Any = False
-    _step_supports_amp_scaling = True  # so that step() is called after an overflow too
-
-    def __init__(self, opt: PairedOptimizer) -> None:
-        self.param_groups = opt.param_groups
-
-    def step(self) -> None:
-        self.overflow = getattr(self, "found_inf", False)  # a disabled scaler does not set it
 
 
 def verify_closure(
