@@ -43,7 +43,6 @@ class Replay:
         self.opt, self._model, self._process, self._scaler = opt, model, process, scaler
         self._micro_batches: list[Callable[[bool], Any]] = []
         self._sample: same_sample | None = None
-        self._first_done = False
         self.running = False  # whether the sample is being evaluated again
         self._hook = opt.register_step_pre_hook(self._pass_closure)
         managed.add(opt)
@@ -67,13 +66,9 @@ class Replay:
 
     def finish(self) -> None:
         """End the sample, after the trainer has stepped, has skipped an overflow or has failed."""
-        sample, first_done = self._sample, self._first_done
-        self._sample, self._first_done, self._micro_batches = None, False, []
-        if sample is None:
-            return
-        if not first_done or self.opt.pending:
-            sample.restore()  # the sample does not count
-        sample.__exit__(None, None, None)
+        sample, self._sample, self._micro_batches = self._sample, None, []
+        if sample is not None:
+            sample.__exit__()
 
     def remove(self) -> None:
         """End the sample and let `step()` require a closure again."""
@@ -87,7 +82,7 @@ class Replay:
         evaluate = kwargs.get("closure") or next(iter(args[1:]), None)
 
         def closure() -> Any:
-            return self._second() if self._first_done else self._first(evaluate)
+            return self._second() if self.opt.pending else self._first(evaluate)
 
         return (opt,), {"closure": closure}
 
@@ -97,7 +92,6 @@ class Replay:
             raise RuntimeError(
                 "step() was called, but no training step has been evaluated since the last one"
             )
-        self._first_done = True
         return loss
 
     def _second(self) -> None:

@@ -36,8 +36,8 @@ class same_sample:
             backward()
             opt.estimate()
 
-    The second evaluation, at the new point, counts for the buffers of the model; one that fails, or
-    is not finite, leaves them as they were. The context holds `stormplus.pair_lock`. If a pair is
+    The second evaluation, at the new point, counts for the buffers of the model; a sample that is
+    not completed leaves them as they were. The context holds `stormplus.pair_lock`. If a pair is
     pending when it is entered, it replays the random numbers of that pair.
     """
 
@@ -50,14 +50,16 @@ class same_sample:
 
     def __call__(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate() -> Any:
-            if not self._opt.pending:  # the first evaluation of a sample
-                self._held.close()  # left by an evaluation without a step
-                self._watch(self._held)
-            try:
-                return closure()
-            except BaseException:
-                self.restore()
-                raise
+            is_last = not self._opt.started or self._opt.pending
+            self._held.close()  # left by an evaluation without a step
+            self._watch(self._held)
+            with ExitStack() as undo:
+                undo.callback(self._held.close)
+                undo.callback(self.restore)
+                loss = closure()
+                if is_last:  # then the pass that follows decides whether it counts
+                    undo.pop_all()
+            return loss
 
         return evaluate
 
@@ -75,9 +77,8 @@ class same_sample:
             self._held = held.pop_all()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is not None:
-            self.restore()
+    def __exit__(self, *_: object) -> None:
+        self.restore()
         self._streams = None
         self._held.close()
 
@@ -87,7 +88,9 @@ class same_sample:
         held.callback(self._opt.register_pass_hook(self._around).remove)
 
     def _around(self, opt: PairedOptimizer, event: str) -> None:
-        if event == "after_move":
+        if event == "after_estimate":
+            self._statistics = BufferSnapshot(None)  # the sample counts
+        elif event == "after_move":
             self.rewind()
             opt.pending_streams = self._streams
         elif event == "failed" and opt.pending:
@@ -156,7 +159,6 @@ def scaled_step(
     with same_sample(opt, model) as sample:
         loss, finite = evaluate()
         if not finite:
-            sample.restore()
             return loss
         if opt.started:
             opt.move()
