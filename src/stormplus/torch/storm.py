@@ -64,6 +64,8 @@ class PairedOptimizer(BaseOptimizer):
     A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on an
     accelerator, which skips the sample without waiting, one step late.
 
+    A checkpoint or a copy made between the two evaluations restarts the estimator, as `restart()`.
+
     Pass hooks get "before_move" (`.grad` holds g~), "after_move", "before_estimate" (`.grad` holds
     g), "after_estimate", "failed" (a pass has changed nothing) and "restarted".
 
@@ -387,7 +389,7 @@ class PairedOptimizer(BaseOptimizer):
 
     def _copied_numbers(self) -> defaultdict[Tensor, State]:
         state = super()._copied_numbers()
-        if self.pending:  # where it is loaded, the sample may be another: the estimator restarts
+        if self.pending:  # where it is loaded, the next sample may be another one
             state[self._state_owner]["scalars"]["phase"] = START
         return state
 
