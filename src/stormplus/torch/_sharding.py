@@ -224,9 +224,7 @@ def sum_over_processes(
 
 
 def as_tensor(numbers: Any, like: Tensor) -> Tensor:
-    """Return numbers, or a tuple of them, as a tensor on the device of `like`, without waiting."""
-    if isinstance(numbers, tuple):
-        return torch.stack([as_tensor(number, like) for number in numbers])
+    """Return numbers as a tensor on the device of `like`, without waiting."""
     if isinstance(numbers, Tensor):
         return numbers.to(like, non_blocking=True)
     # Without a dtype, Python floats would become float32.

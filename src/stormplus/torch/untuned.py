@@ -299,16 +299,13 @@ class Untuned(AveragedOptimizer):
         """Let tensors that get their first gradient start from where they are."""
         table, parts = self._tensor_table, []
         for tensors in groups:
-            # Preallocate: scalars between large temporaries fragment the allocator.
-            squares = torch.empty(
-                len(tensors.params), dtype=table.tensor.dtype, device=tensors.device
-            )
+            squares = plain.new_sums(tensors, 1, len(tensors.params))
             for i, x in enumerate(tensors.params):
-                squares[i] = plain.squared_norm(x)
+                squares[0, i] = plain.squared_norm(x)
                 tensors.coordinates[i].store(x, tensors.initial_sample[i], tensors.process_groups)
             for x, master in zip(tensors.params, tensors.masters):
                 master.copy_(x)
-            parts.append((tensors.process_groups, table.scatter((squares,), tensors.indices)))
+            parts.append((tensors.process_groups, table.scatter(squares, tensors.indices)))
         rms = (self._total(parts)[0] / size) ** 0.5
         ceiling = rule.distance_ceiling(rms, natural_scale, table.xp)
         _, mask = table.select([*chain(*(tensors.indices for tensors in groups))])

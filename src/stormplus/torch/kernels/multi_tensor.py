@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from stormplus.torch._sharding import SampledCoordinates
-from stormplus.torch._tensors import Number, Numbers, TensorGroup, accumulator_dtype
+from stormplus.torch._tensors import Number, Numbers, TensorGroup
 from stormplus.torch.kernels import plain
 from stormplus.torch.kernels.plain import UntunedCoefficients
 from stormplus.untuned_rule import INTERPOLATION
@@ -44,7 +44,7 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
-) -> tuple[Number, Number]:
+) -> Numbers:
     """See plain.py."""
     norms = []
     for part, rows in _slabs(group):
@@ -52,25 +52,24 @@ def estimate(
         gradient = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
         new = plain.estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
         rows.scatter([part.estimators], [d], [new], skip)
-        norms.append((plain.squared_norm(gradient), plain.squared_norm(new)))
-    g_sq, d_sq = (reduce(torch.add, squares) for squares in zip(*norms))
-    return g_sq, d_sq
+        norms.append(torch.stack([plain.squared_norm(gradient), plain.squared_norm(new)]))
+    return reduce(torch.add, norms)
 
 
 def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
-) -> tuple[Numbers, Numbers]:
+) -> Numbers:
     """See plain.py."""
-    sums, done, wide = [], 0, accumulator_dtype(group.device)
-    table = torch.stack(coefficients)
+    sums, table, done = plain.new_sums(group, 2, len(group.params)), torch.stack(coefficients), 0
     for part, rows in _slabs(group):
+        here = slice(done, done + len(part.params))
         lists = [part.params, part.z_minus_x, part.grad_rms]
         if part.masters:
             lists.append(part.masters)
         g, *old = rows.gather(part.grads, *lists)
         x, old_e, old_s, *master = old
         y = plain.full_precision(x, *master)
-        row_coefficients = table[:, done : done + len(part.params)][:, rows.owner].unsqueeze(-1)
+        row_coefficients = table[:, here][:, rows.owner].unsqueeze(-1)
         wide_coefficients = UntunedCoefficients(*row_coefficients.to(y.dtype).unbind())
         y, e, s, u = plain.untuned_update(y, g, old_e, old_s, wide_coefficients)
         if e.dtype != old_e.dtype:
@@ -81,14 +80,14 @@ def untuned_step(
         rows.scatter(lists, old, (new_x, e, s, y), skip)
         if master:
             y = y + 0 * new_x  # make y non-finite where the half-precision x overflowed
-        u_sq = torch.zeros(len(part.params), dtype=wide, device=group.device)
-        u_sq.index_add_(0, rows.owner, u.square().sum(1, dtype=wide))
-        sums.append((u_sq, rows.squared_displacements(part, y, e)))
-        done += len(part.params)
-    u_sq, displacement_sq = (
-        sums[0] if len(sums) == 1 else (torch.cat(parts) for parts in zip(*sums))
-    )
-    return u_sq, displacement_sq
+        sums[0, here].index_add_(0, rows.owner, u.square().sum(1, dtype=sums.dtype))
+        z_1 = torch.cat(part.initial_sample)[rows.in_whole]
+        y, e = y.view(-1)[rows.sampled], e.reshape(-1)[rows.sampled]
+        z = torch.add(y, e, alpha=INTERPOLATION)
+        squares = (z - z_1).to(sums.dtype).square()
+        sums[1, here].index_add_(0, rows.sampled_owner, squares)
+        done = here.stop
+    return sums
 
 
 class _Rows:
@@ -97,6 +96,9 @@ class _Rows:
     Attributes:
         owner: The tensor of each row.
         places: The place in its tensor of the first element of each row.
+        sampled: The places of all sampled coordinates in the matrix.
+        in_whole: Their places in the samples of all tensors.
+        sampled_owner: Their tensors.
     """
 
     def __init__(
@@ -114,9 +116,9 @@ class _Rows:
         self.places = _WIDTH * torch.arange(len(self.owner), device=device) - starts[self.owner]
         if coordinates:
             lists = list(zip(self.starts, _starts([s.count for s in coordinates]), coordinates))
-            self._sampled = torch.cat([start + s.index for start, _, s in lists])
-            self._in_whole = torch.cat([start + s.in_whole for _, start, s in lists])
-            self._sampled_owner = _repeated([s.count_here for s in coordinates], device)
+            self.sampled = torch.cat([start + s.index for start, _, s in lists])
+            self.in_whole = torch.cat([start + s.in_whole for _, start, s in lists])
+            self.sampled_owner = _repeated([s.count_here for s in coordinates], device)
 
     def gather(self, *lists: Sequence[Tensor]) -> list[Tensor]:
         """Return the matrices of some lists of tensors, padded with zeros; one copy per dtype."""
@@ -154,14 +156,6 @@ class _Rows:
                 sources.append(flat[start : start + size].view(t.shape))
         for targets, sources in copies.values():
             torch._foreach_copy_(targets, sources)
-
-    def squared_displacements(self, group: TensorGroup, y: Tensor, e: Tensor) -> Tensor:
-        """Return |z - z_1|^2 over the sampled coordinates of each tensor."""
-        z_1 = torch.cat(group.initial_sample)[self._in_whole]
-        y, e = y.view(-1)[self._sampled], e.reshape(-1)[self._sampled]
-        z = torch.add(y, e, alpha=INTERPOLATION)
-        squares = (z - z_1).to(accumulator_dtype(y.device)).square()
-        return squares.new_zeros(len(group.params)).index_add_(0, self._sampled_owner, squares)
 
 
 def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:

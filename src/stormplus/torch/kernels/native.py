@@ -93,7 +93,7 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
-) -> tuple[Number, Number]:
+) -> Numbers:
     """See plain.py."""
     options = {"one_minus_a": one_minus_a, "first": first, "finite_only": finite_only}
     sums = _run("estimate", group, **_pair_lists(group), **options)

@@ -52,22 +52,20 @@ def moved_x_and_d(x: Tensor, g_tilde: Tensor, d: Tensor, alpha: Number) -> tuple
 
 def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
-) -> tuple[Number, Number]:
+) -> Numbers:
     """Set d to g + (1 - a) d, or to g if it is the first, and return |g|^2 and |d|^2.
 
     With `finite_only`, elements of g that are not finite are left out of d.
     """
-    dtype = accumulator_dtype(group.device)
-    # Preallocated: scalars between large temporaries fragment the allocator.
-    g_sq, d_sq = torch.zeros(2, dtype=dtype, device=group.device).unbind()
+    sums = new_sums(group, 2)
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
             gradient = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
             new = estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
             _write((d,), (new,), skip)
-            g_sq += squared_norm(gradient)
-            d_sq += squared_norm(new)
-    return g_sq, d_sq
+            sums[0] += squared_norm(gradient)
+            sums[1] += squared_norm(new)
+    return sums
 
 
 def estimated(
@@ -116,26 +114,29 @@ class UntunedCoefficients(NamedTuple):
 
 def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
-) -> tuple[Numbers, Numbers]:
+) -> Numbers:
     """Take a step, and return the sums of u^2 and of (z - z_1)^2, per tensor.
 
     The second is over the sampled coordinates that are here.
     """
-    sums, rows = [], [c if isinstance(c, Tensor) else c.tolist() for c in coefficients]
-    for i, (x, g) in enumerate(zip(group.params, group.grads)):
-        old_e, old_s = group.z_minus_x[i], group.grad_rms[i]
-        master = group.masters[i] if group.masters else None
-        step = UntunedCoefficients(*(row[i] for row in rows))
-        y, e, s, u = untuned_update(full_precision(x, master), g, old_e, old_s, step)
-        if old_e.dtype != y.dtype:
-            place = torch.arange(x.numel(), device=x.device).view(x.shape)
-            e, s = stochastic_round(torch.stack([e, s]), step.step, place)
-        _write((x, old_e, old_s), (y, e, s), skip)  # half-precision x is rounded once, at the end
-        if master is not None:
-            _write((master,), (y,), skip)
-        sums.append((squared_norm(u), squared_displacement(group, i)))
-    u_sq, displacement_sq = map(torch.stack, zip(*sums))
-    return u_sq, displacement_sq
+    sums = new_sums(group, 2, len(group.params))
+    rows = [c if isinstance(c, Tensor) else c.tolist() for c in coefficients]
+    lists = [group.params, group.grads, group.z_minus_x, group.grad_rms]
+    if group.masters:
+        lists.append(group.masters)
+    for i, tensors in enumerate(zip(*lists)):
+        step, start = UntunedCoefficients(*(row[i] for row in rows)), 0
+        for x, g, old_e, old_s, *master in _chunks(*tensors):
+            y, e, s, u = untuned_update(full_precision(x, *master), g, old_e, old_s, step)
+            if e.dtype != old_e.dtype:
+                place = torch.arange(start, start + x.numel(), device=x.device).view(x.shape)
+                e, s = stochastic_round(torch.stack([e, s]), step.step, place)
+            # Half-precision x is rounded once, at the end.
+            _write((x, old_e, old_s, *master), (y, e, s, y), skip)
+            sums[0, i] += squared_norm(u)
+            start += x.numel()
+        sums[1, i] = squared_displacement(group, i)
+    return sums
 
 
 def untuned_update(
@@ -213,6 +214,11 @@ def mix_bits(n: Tensor) -> Tensor:
     n = ((n ^ (n >> 16)) * 0x21F0AAAD) & 0xFFFFFFFF
     n = ((n ^ (n >> 15)) * 0x735A2D97) & 0xFFFFFFFF
     return n ^ (n >> 15)
+
+
+def new_sums(group: TensorGroup, *shape: int) -> Tensor:
+    """Return zeros to add to: scalars between large temporaries would fragment the allocator."""
+    return torch.zeros(shape, dtype=accumulator_dtype(group.device), device=group.device)
 
 
 def _write(targets: Sequence[Tensor], values: Sequence[Tensor], skip: Tensor | None) -> None:

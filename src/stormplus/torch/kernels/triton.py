@@ -57,20 +57,19 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 def estimate(
     group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
-) -> tuple[Number, Number]:
+) -> Numbers:
     """See plain.py. If the pass is skipped, both are zero."""
     tables = _pair_tables(group)
     sums = _empty_sums(group, 2, len(tables["chunks"]))
     flags = {"FIRST": first, "FINITE_ONLY": finite_only, "skip": skip}
     arguments = tables | flags | {"one_minus_a": one_minus_a, "g_sq": sums[0], "d_sq": sums[1]}
     _launch("estimate_kernel", len(tables["chunks"]), **arguments)
-    g_sq, d_sq = sums.sum(1).unbind()
-    return g_sq, d_sq
+    return sums.sum(1)
 
 
 def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
-) -> tuple[Numbers, Numbers]:
+) -> Numbers:
     """See plain.py. If the pass is skipped, the sums of u^2 are zero."""
     params = group.params
     tables = _tables(
@@ -85,19 +84,19 @@ def untuned_step(
         counts=[sampled.count_here for sampled in group.coordinates],
     )
     chunk_u_sq = _empty_sums(group, len(tables["chunks"]))
-    u_sq, displacement_sq = _empty_sums(group, 2, len(params)).unbind()
+    sums = _empty_sums(group, 2, len(params))
     arguments = tables | {k: row.contiguous() for k, row in coefficients._asdict().items()}
     arguments |= {
         "chunk_u_sq": chunk_u_sq,
-        "u_sq": u_sq,
-        "displacement_sq": displacement_sq,
+        "u_sq": sums[0],
+        "displacement_sq": sums[1],
         "skip": skip,
     }
     arguments |= {"HAS_MASTER": bool(group.masters), "B": INTERPOLATION}
     _launch("untuned_kernel", len(tables["chunks"]), **arguments)
     _launch("measure_kernel", len(params), **arguments)
     _increment_version(params)  # autograd has not seen the writes
-    return u_sq, displacement_sq
+    return sums
 
 
 def _pair_tables(group: TensorGroup) -> dict[str, Any]:
