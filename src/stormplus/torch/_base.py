@@ -19,7 +19,6 @@ from stormplus.torch._sharding import (
     ProcessGroups,
     SampledCoordinates,
     local_tensors,
-    mesh_groups,
     norm_groups,
     sum_over_processes,
 )
@@ -208,7 +207,8 @@ class BaseOptimizer(Optimizer, ABC):
                 self._infos.append(info)
         self._known_groups = self._groups_now()
         # In the same order on every rank.
-        self._mesh_groups = list(dict.fromkeys(g for p in params for g in mesh_groups(p)))
+        mesh_groups = (g for p in params for g in norm_groups(p, replicas=True))
+        self._mesh_groups = list(dict.fromkeys(mesh_groups))
         shard_groups = (g for info in self._infos for g in info.process_groups)
         self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_state()

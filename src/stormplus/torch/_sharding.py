@@ -34,30 +34,26 @@ def local(t: Tensor) -> Tensor:
     return torch.view_as_real(t.resolve_conj()) if t.is_complex() else t
 
 
-def local_gradient(p: Tensor, g: Tensor) -> Tensor:
-    """Return the local part of p's gradient, sharded as p is."""
-    if is_dtensor(p) and is_dtensor(g) and g.placements != p.placements:  # type: ignore[attr-defined]
-        g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
-    return local(g).resolve_neg()
-
-
 def local_tensors(
     p: Tensor, g: Tensor, state: dict[str, Any], names: Sequence[str]
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Return the local parameter, gradient and buffers, contiguous unless there are gaps."""
-    x = local(p)
+    if is_dtensor(p) and is_dtensor(g) and g.placements != p.placements:  # type: ignore[attr-defined]
+        g = g.redistribute(p.device_mesh, p.placements)  # type: ignore[attr-defined]
+    x, g = local(p), local(g).resolve_neg()
     order = memory_order(x)
     buffers = {name: local(state[name]) for name in names if name in state}
     for name, buffer in buffers.items():
         if buffer.shape == x.shape:
             buffers[name] = buffer.permute(order)
-    return x.permute(order), local_gradient(p, g).permute(order).contiguous(), buffers
+    return x.permute(order), g.permute(order).contiguous(), buffers
 
 
-def norm_groups(p: Tensor) -> ProcessGroups:
+def norm_groups(p: Tensor, *, replicas: bool = False) -> ProcessGroups:
     """Return the process groups over which p's squared norm is to be summed.
 
-    Only sharded dimensions count: over a replicated one every process has the same part.
+    Only sharded dimensions count: over a replicated one every process has the same part. With
+    `replicas`, return the groups of those dimensions too.
     """
     if getattr(p, "_fsdp_flattened", False):
         raise RuntimeError(
@@ -76,7 +72,7 @@ def norm_groups(p: Tensor) -> ProcessGroups:
     return tuple(
         mesh.get_group(i)
         for i, placement in enumerate(placements)
-        if not placement.is_replicate() and mesh.size(i) > 1
+        if (replicas or not placement.is_replicate()) and mesh.size(i) > 1
     )
 
 
@@ -193,14 +189,6 @@ def reshard() -> None:
     for module in list(getattr(known, "_module_state_mapping", ())):
         if hasattr(module, "reshard"):
             module.reshard()
-
-
-def mesh_groups(p: Tensor) -> ProcessGroups:
-    """Return the process groups of all dimensions of a DTensor's mesh."""
-    if not is_dtensor(p):
-        return ()
-    mesh = p.device_mesh  # type: ignore[attr-defined]
-    return tuple(mesh.get_group(i) for i in range(mesh.ndim) if mesh.size(i) > 1)
 
 
 def sum_over_processes(

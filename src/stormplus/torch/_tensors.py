@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from types import ModuleType
@@ -68,13 +67,6 @@ class TensorGroup:
     initial_sample: list[Tensor] = field(default_factory=list)
     masters: list[Tensor] = field(default_factory=list)  # empty unless in half precision
     coordinates: list[SampledCoordinates] = field(default_factory=list)
-
-    def slice(self, start: int, end: int) -> TensorGroup:
-        """Return a group with some of the tensors."""
-        return dataclasses.replace(self, **{k: getattr(self, k)[start:end] for k in _LISTS})
-
-
-_LISTS = [f.name for f in dataclasses.fields(TensorGroup) if f.default_factory is list]
 
 
 @dataclass(slots=True, eq=False)

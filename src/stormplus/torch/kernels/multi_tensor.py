@@ -35,9 +35,9 @@ def any_nonfinite(group: TensorGroup) -> Any:
 
 def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
     """See plain.py."""
-    for part, rows in _slabs(group):
-        lists = part.params, part.estimators
-        x, d, g = rows.gather(*lists, part.grads)
+    for here, rows in _slabs(group):
+        lists = group.params[here], group.estimators[here]
+        x, d, g = rows.gather(*lists, group.grads[here])
         g_tilde = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
         rows.scatter(lists, (x, d), plain.moved_x_and_d(x, g_tilde, d, alpha), skip)
 
@@ -47,11 +47,12 @@ def estimate(
 ) -> Numbers:
     """See plain.py."""
     norms = []
-    for part, rows in _slabs(group):
-        x, d, g = rows.gather(part.params, part.estimators, part.grads)
+    for here, rows in _slabs(group):
+        estimators = group.estimators[here]
+        x, d, g = rows.gather(group.params[here], estimators, group.grads[here])
         gradient = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
         new = plain.estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
-        rows.scatter([part.estimators], [d], [new], skip)
+        rows.scatter([estimators], [d], [new], skip)
         norms.append(torch.stack([plain.squared_norm(gradient), plain.squared_norm(new)]))
     return reduce(torch.add, norms)
 
@@ -60,13 +61,12 @@ def untuned_step(
     group: TensorGroup, coefficients: UntunedCoefficients, skip: Tensor | None = None
 ) -> Numbers:
     """See plain.py."""
-    sums, table, done = plain.new_sums(group, 2, len(group.params)), torch.stack(coefficients), 0
-    for part, rows in _slabs(group):
-        here = slice(done, done + len(part.params))
-        lists = [part.params, part.z_minus_x, part.grad_rms]
-        if part.masters:
-            lists.append(part.masters)
-        g, *old = rows.gather(part.grads, *lists)
+    sums, table = plain.new_sums(group, 2, len(group.params)), torch.stack(coefficients)
+    for here, rows in _slabs(group):
+        lists = [group.params[here], group.z_minus_x[here], group.grad_rms[here]]
+        if group.masters:
+            lists.append(group.masters[here])
+        g, *old = rows.gather(group.grads[here], *lists)
         x, old_e, old_s, *master = old
         y = plain.full_precision(x, *master)
         row_coefficients = table[:, here][:, rows.owner].unsqueeze(-1)
@@ -81,12 +81,11 @@ def untuned_step(
         if master:
             y = y + 0 * new_x  # make y non-finite where the half-precision x overflowed
         sums[0, here].index_add_(0, rows.owner, u.square().sum(1, dtype=sums.dtype))
-        z_1 = torch.cat(part.initial_sample)[rows.in_whole]
+        z_1 = torch.cat(group.initial_sample[here])[rows.in_whole]
         y, e = y.view(-1)[rows.sampled], e.reshape(-1)[rows.sampled]
         z = torch.add(y, e, alpha=INTERPOLATION)
         squares = (z - z_1).to(sums.dtype).square()
         sums[1, here].index_add_(0, rows.sampled_owner, squares)
-        done = here.stop
     return sums
 
 
@@ -158,17 +157,16 @@ class _Rows:
             torch._foreach_copy_(targets, sources)
 
 
-def _slabs(group: TensorGroup) -> Iterator[tuple[TensorGroup, _Rows]]:
-    """Yield parts of the group that are handled together, and their rows."""
+def _slabs(group: TensorGroup) -> Iterator[tuple[slice, _Rows]]:
+    """Yield which tensors are handled together, and their rows."""
     sizes, start, size = [p.numel() for p in group.params], 0, 0
     for end in range(1, len(sizes) + 1):
         size += sizes[end - 1]
         if end == len(sizes) or size + sizes[end] > _SLAB:
-            part, start, size = group.slice(start, end), end, 0
-            part_sizes = tuple(p.numel() for p in part.params)
+            here, start, size = slice(start, end), end, 0
             # Tensors made under torch.compile must not be used later.
             make = _Rows if torch.compiler.is_compiling() else _cached_rows
-            yield part, make(part_sizes, tuple(part.coordinates), group.device)
+            yield here, make(tuple(sizes[here]), tuple(group.coordinates[here]), group.device)
 
 
 _cached_rows = lru_cache(maxsize=64)(_Rows)
