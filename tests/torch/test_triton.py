@@ -19,9 +19,7 @@ pytestmark = [
 ONE = torch.ones((), dtype=F64)
 PASSES = {
     "move": lambda group, **by: triton.move(group, ONE, **by),
-    "estimate": lambda group, **by: triton.estimate(
-        group, ONE, first=False, finite_only=False, **by
-    ),
+    "estimate": lambda group, **by: triton.estimate(group, ONE, finite_only=False, **by),
     "untuned_step": lambda group, **by: triton.untuned_step(group, ones(group), **by),
 }
 

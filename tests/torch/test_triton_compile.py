@@ -40,8 +40,8 @@ def run_all_passes(dtypes):
     triton.any_nonfinite(group)
     triton.move(group, one)
     triton.move(l2, one, skip=flag)
-    triton.estimate(group, one, first=False, finite_only=True, skip=flag)
-    triton.estimate(l2, one, first=True, finite_only=False)
+    triton.estimate(group, one, finite_only=True, skip=flag)
+    triton.estimate(l2, one, finite_only=False)
     triton.untuned_step(group, rows)
     triton.untuned_step(group, rows, skip=flag)
     triton.untuned_step(group, rows, skip=torch.zeros(1))  # as GradScaler has it

@@ -208,11 +208,12 @@ class PairedOptimizer(BaseOptimizer):
         if self._check_finite and not on_host:
             skip = (scalars["skip"] > 0) & (phase == PENDING)
         norms = []
-        for tensors in groups:  # Alg. 1, line 6, or line 1
+        for tensors in groups:  # Alg. 1, line 6
+            if phase == START or tensors.is_new:
+                torch._foreach_zero_(tensors.estimators)  # line 1: d is g
             squares = tensors.kernels.estimate(
                 tensors,
                 _to_device(one_minus_a, tensors.device),
-                first=phase == START or tensors.is_new,
                 finite_only=self._check_finite,
                 # New parameters take d = g from the first gradient that is there.
                 skip=None if tensors.is_new else _to_device(skip, tensors.device),

@@ -43,7 +43,7 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 
 def estimate(
-    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
+    group: TensorGroup, one_minus_a: Number, *, finite_only: bool, skip: Any = None
 ) -> Numbers:
     """See plain.py."""
     norms = []
@@ -51,7 +51,7 @@ def estimate(
         estimators = group.estimators[here]
         x, d, g = rows.gather(group.params[here], estimators, group.grads[here])
         gradient = plain.objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
-        new = plain.estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
+        new = plain.estimated(gradient, d, one_minus_a, finite_only=finite_only)
         rows.scatter([estimators], [d], [new], skip)
         norms.append(torch.stack([plain.squared_norm(gradient), plain.squared_norm(new)]))
     return reduce(torch.add, norms)

@@ -48,7 +48,7 @@ typedef struct {
     double sign, l2;          /* -1 to maximize; weight decay as part of the objective */
     Dtype dtype, state_dtype; /* of the parameters, and of the two buffers of Untuned */
     double alpha, one_minus_a;
-    int first, finite_only;
+    int finite_only;
     const Coefficients *coefficients; /* one per tensor */
 } Arguments;
 
@@ -256,7 +256,7 @@ CLONES static void NAME(move)(const Arguments *args, Chunk *chunk) {
 
 INLINE void NAME(estimate_loop)(const Arguments *args, Chunk *chunk, int decays, Dtype dtype) {
     const WIDE one_minus_a = (WIDE)args->one_minus_a, sign = (WIDE)args->sign, l2 = (WIDE)args->l2;
-    const int first = args->first, finite_only = args->finite_only;
+    const int finite_only = args->finite_only;
     const void *param = args->params[chunk->tensor], *grad = args->grads[chunk->tensor];
     WIDE *estimator = args->estimators[chunk->tensor];
     double g_sq = 0, d_sq = 0;
@@ -266,7 +266,7 @@ INLINE void NAME(estimate_loop)(const Arguments *args, Chunk *chunk, int decays,
         if (decays) d += l2 * (WIDE)load(param, i, dtype);
         g_sq += (double)d * (double)d;
         d = (d - d != 0) & finite_only ? 0 : d; /* & and no branch: it vectorises */
-        d = first ? d : d + one_minus_a * estimator[i]; /* Alg. 1, line 1 or line 6 */
+        d += one_minus_a * estimator[i];        /* Alg. 1, line 6 */
         estimator[i] = d;
         d_sq += (double)d * (double)d;
     }

@@ -74,7 +74,6 @@ class _Arguments(ctypes.Structure):
         ("state_dtype", ctypes.c_int),
         ("alpha", ctypes.c_double),
         ("one_minus_a", ctypes.c_double),
-        ("first", ctypes.c_int),
         ("finite_only", ctypes.c_int),
         ("coefficients", ctypes.c_char_p),
     ]
@@ -92,10 +91,10 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 
 def estimate(
-    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
+    group: TensorGroup, one_minus_a: Number, *, finite_only: bool, skip: Any = None
 ) -> Numbers:
     """See plain.py."""
-    options = {"one_minus_a": one_minus_a, "first": first, "finite_only": finite_only}
+    options = {"one_minus_a": one_minus_a, "finite_only": finite_only}
     sums = _run("estimate", group, **_pair_lists(group), **options)
     return sum(sums[::2]), sum(sums[1::2])
 

@@ -51,9 +51,9 @@ def moved_x_and_d(x: Tensor, g_tilde: Tensor, d: Tensor, alpha: Number) -> tuple
 
 
 def estimate(
-    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
+    group: TensorGroup, one_minus_a: Number, *, finite_only: bool, skip: Any = None
 ) -> Numbers:
-    """Set d to g + (1 - a) d, or to g if it is the first, and return |g|^2 and |d|^2.
+    """Set d to g + (1 - a) d, and return |g|^2 and |d|^2. Before the first sample d is zero.
 
     With `finite_only`, elements of g that are not finite are left out of d.
     """
@@ -61,20 +61,18 @@ def estimate(
     for tensors in zip(group.params, group.grads, group.estimators):
         for x, g, d in _chunks(*tensors):
             gradient = objective_gradient(x.to(d.dtype), g, group.sign, group.l2)
-            new = estimated(gradient, d, one_minus_a, first=first, finite_only=finite_only)
+            new = estimated(gradient, d, one_minus_a, finite_only=finite_only)
             _write((d,), (new,), skip)
             sums[0] += squared_norm(gradient)
             sums[1] += squared_norm(new)
     return sums
 
 
-def estimated(
-    gradient: Tensor, d: Tensor, one_minus_a: Number, *, first: bool, finite_only: bool
-) -> Tensor:
+def estimated(gradient: Tensor, d: Tensor, one_minus_a: Number, *, finite_only: bool) -> Tensor:
     """Return the new d."""
     if finite_only:
         gradient = finite_part(gradient)
-    return gradient if first else gradient + one_minus_a * d  # Alg. 1, line 1 or line 6
+    return gradient + one_minus_a * d  # Alg. 1, line 6
 
 
 def undo_estimate(group: TensorGroup, one_minus_a: float) -> None:

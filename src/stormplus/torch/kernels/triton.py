@@ -56,12 +56,12 @@ def move(group: TensorGroup, alpha: Number, skip: Tensor | None = None) -> None:
 
 
 def estimate(
-    group: TensorGroup, one_minus_a: Number, *, first: bool, finite_only: bool, skip: Any = None
+    group: TensorGroup, one_minus_a: Number, *, finite_only: bool, skip: Any = None
 ) -> Numbers:
     """See plain.py. If the pass is skipped, both are zero."""
     tables = _pair_tables(group)
     sums = _empty_sums(group, 2, len(tables["chunks"]))
-    flags = {"FIRST": first, "FINITE_ONLY": finite_only, "skip": skip}
+    flags = {"FINITE_ONLY": finite_only, "skip": skip}
     arguments = tables | flags | {"one_minus_a": one_minus_a, "g_sq": sums[0], "d_sq": sums[1]}
     _launch("estimate_kernel", len(tables["chunks"]), **arguments)
     return sums.sum(1)

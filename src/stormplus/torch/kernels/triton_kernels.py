@@ -126,7 +126,7 @@ def move_kernel(
 @triton.jit
 def estimate_kernel(
     x_table, g_table, d_table, aligned, chunks, one_minus_a, sign, l2, skip, g_sq, d_sq, x_like,
-    g_like, d_like, FIRST: tl.constexpr, FINITE_ONLY: tl.constexpr, BLOCK: tl.constexpr,
+    g_like, d_like, FINITE_ONLY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Do `estimate` on a chunk."""
     i, start, middle, stop = _chunk(chunks, aligned, skip, BLOCK)
@@ -145,8 +145,7 @@ def estimate_kernel(
             sum_g_sq = _add_squares(sum_g_sq, new_d, at < stop)
             if FINITE_ONLY:
                 new_d = tl.where(tl.abs(new_d) < float("inf"), new_d, 0.0)
-            if not FIRST:  # Alg. 1, line 6; without it line 1
-                new_d += one_minus_a * tl.load(d + at, mask)
+            new_d += one_minus_a * tl.load(d + at, mask)  # Alg. 1, line 6
             tl.store(d + at, new_d, mask)
             sum_d_sq = _add_squares(sum_d_sq, new_d, at < stop)
     tl.store(g_sq + tl.program_id(0), tl.sum(sum_g_sq, 0))
