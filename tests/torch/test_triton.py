@@ -17,11 +17,6 @@ pytestmark = [
 ]
 
 ONE = torch.ones((), dtype=F64)
-PASSES = {
-    "move": lambda group, **by: triton.move(group, ONE, **by),
-    "estimate": lambda group, **by: triton.estimate(group, ONE, finite_only=False, **by),
-    "untuned_step": lambda group, **by: triton.untuned_step(group, ones(group), **by),
-}
 
 
 def ones(group):
@@ -39,23 +34,15 @@ def group_with_all_buffers(tensors=2, put=torch.clone):
     return group
 
 
-@pytest.mark.parametrize("name", PASSES)
-def test_autograd_sees_the_writes(name):
-    group = group_with_all_buffers()
-    versions = [x._version for x in group.params]
-    PASSES[name](group, skip=torch.tensor(True))
-    written = [x._version > v for x, v in zip(group.params, versions)]
-    assert written == [name != "estimate"] * 2
-
-
 @pytest.mark.parametrize("n", [3, 40])
 def test_launches_do_not_grow_with_the_number_of_tensors(n, monkeypatch):
     launched = []
     monkeypatch.setattr(triton, "_launch", lambda kernel, *_, **__: launched.append(kernel))
     group = group_with_all_buffers(n)
     triton.any_nonfinite(group)
-    for run in PASSES.values():
-        run(group)
+    triton.move(group, ONE)
+    triton.estimate(group, ONE, finite_only=False)
+    triton.untuned_step(group, ones(group))
     kernels = ["nonfinite", "move", "estimate", "untuned", "measure"]
     assert launched == [f"{name}_kernel" for name in kernels]
 
