@@ -178,5 +178,5 @@ def _starts(counts: Sequence[int]) -> list[int]:
 
 def _repeated(counts: Sequence[int], device: torch.device) -> Tensor:
     """Return 0 as often as the first count says, 1 as often as the second, and so on."""
-    numbers, repeats = torch.arange(len(counts), device="cpu"), torch.tensor(counts, device="cpu")
-    return numbers.repeat_interleave(repeats, output_size=sum(counts)).to(device)
+    repeats = torch.tensor(counts, device="cpu")
+    return torch.repeat_interleave(repeats, output_size=sum(counts)).to(device)
