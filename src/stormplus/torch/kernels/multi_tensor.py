@@ -108,13 +108,14 @@ class _Rows:
     ) -> None:
         counts = [-(-size // _WIDTH) for size in sizes]
         self.sizes, self.device = sizes, device
-        self.starts = [_WIDTH * start for start in _starts(counts)]
+        self.starts = [_WIDTH * start for start in accumulate(counts, initial=0)]
         self._padding: dict[torch.dtype, Tensor] = {}
         self.owner = _repeated(counts, device)
         starts = torch.tensor(self.starts, device="cpu").to(device)
         self.places = _WIDTH * torch.arange(len(self.owner), device=device) - starts[self.owner]
         if coordinates:
-            lists = list(zip(self.starts, _starts([s.count for s in coordinates]), coordinates))
+            samples = accumulate((s.count for s in coordinates), initial=0)
+            lists = list(zip(self.starts, samples, coordinates))
             self.sampled = torch.cat([start + s.index for start, _, s in lists])
             self.in_whole = torch.cat([start + s.in_whole for _, start, s in lists])
             self.sampled_owner = _repeated([s.count_here for s in coordinates], device)
@@ -170,10 +171,6 @@ def _slabs(group: TensorGroup) -> Iterator[tuple[slice, _Rows]]:
 
 
 _cached_rows = lru_cache(maxsize=64)(_Rows)
-
-
-def _starts(counts: Sequence[int]) -> list[int]:
-    return [0, *accumulate(counts)][:-1]
 
 
 def _repeated(counts: Sequence[int], device: torch.device) -> Tensor:
