@@ -105,8 +105,8 @@ def test_parameters_that_change_between_the_halves(change):
     held = params[1].detach().clone()
     run.train(4)
     assert torch.equal(params[1], held) == (change == "frozen")
-    assert opt.has_estimator(params[1]) == (change != "frozen")
-    assert opt.has_estimator(extra) == (change == "added")
+    assert opt.state[params[1]]["initialized"] == (change != "frozen")
+    assert ("initialized" in opt.state.get(extra, {})) == (change == "added")
     assert opt.diagnostics()["step"] == 12
 
 

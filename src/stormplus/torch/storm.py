@@ -25,12 +25,7 @@ from torch.optim import optimizer as _hooks
 from stormplus import rules
 from stormplus.rules import Rule, Sums, describe
 from stormplus.torch._base import NOTHING_MOVED, BaseOptimizer
-from stormplus.torch._rng import (
-    RandomStreams,
-    check_generators,
-    gradients_unchanged,
-    pair_lock,
-)
+from stormplus.torch._rng import RandomStreams, check_generators, gradients_unchanged, pair_lock
 from stormplus.torch._tensors import BufferKind, Number, State, TensorGroup, wide_dtype
 from stormplus.torch.kernels import plain
 from stormplus.trainers import check_trainer
@@ -371,10 +366,6 @@ class PairedOptimizer(BaseOptimizer):
             "unit": scalars["unit"] or (1.0 if self._unit == "first" else float(self._unit)),
             "grad_evaluations": scalars["grad_evaluations"],
         }
-
-    def has_estimator(self, p: Tensor) -> bool:
-        """Return whether a parameter takes part: it is trainable and has had a gradient."""
-        return p.requires_grad and bool(self.state.get(p, {}).get("initialized"))
 
     # -- what the base class needs ---------------------------------------------------------------
 
