@@ -3,7 +3,8 @@
 Each constant is halved and doubled, and other forms take a formula's place. Rows go to
 research/results/untuned_ablation.jsonl; research/untuned_study.py makes their table. Of the
 interpolation y = 0.1 z + 0.9 x it is the weight of z that is halved and doubled. Language models
-have only the forms that are meant for long runs, the long one with the first seed.
+have only the forms that are meant for long runs, the long one with the first seed, and gradients
+of pure noise those that forget; their `train_loss` is the distance travelled in units of the start.
 """
 
 import json
@@ -17,6 +18,7 @@ from unittest import mock
 import numpy as np
 import torch
 from common import parser
+from untuned_cases import CASES
 
 from stormplus import Untuned, untuned_rule
 from stormplus.torch.kernels import plain
@@ -36,6 +38,7 @@ LANGUAGE = {
     "gpt-shakespeare-long": LONG["gpt-shakespeare"],
 }
 AS_IS = "as it is"
+NOISE = {name: CASES[name] for name in CASES if "noise" in name}
 # What a variant replaces, by dotted name, and what takes its place.
 Changes = dict[str, Any]
 RULE = "stormplus.untuned_rule"
@@ -294,10 +297,11 @@ def run(constant: str, factor: float, name: str, seed: int) -> dict[str, Any]:
     with ExitStack() as stack:
         for target, new in changed.items():
             stack.enter_context(mock.patch(target, new))
-        workload = (WORKLOADS | LANGUAGE)[name]()
+        workload = (WORKLOADS | LANGUAGE | NOISE)[name]()
         workload.fractions = (0, 1)
         training = Training(workload, lambda t: AtAverage(Untuned(t.parameters)), seed).finish()
-    ends = {key: training.curve[key][-1] for key in ("train_loss", "valid_loss")}
+    losses = ("train_loss",) if name in NOISE else ("train_loss", "valid_loss")
+    ends = {key: training.curve[key][-1] for key in losses}
     return {"constant": constant, "factor": factor, "workload": name, "seed": seed, **ends}
 
 
@@ -312,6 +316,7 @@ def main(seeds: list[int]) -> None:
     variants += [(name, 1.0) for name in FORMS] + for_long_runs
     keys = list(product(variants, WORKLOADS, seeds))
     keys += product(for_long_runs, ["gpt-shakespeare"], seeds)
+    keys += product([(name, 1.0) for name in (AS_IS, *FORMS)], NOISE, seeds)
     keys += product(for_long_runs, ["gpt-shakespeare-long"], seeds[:1])
     for (constant, factor), name, seed in keys:
         key = (constant, factor, name, seed)
