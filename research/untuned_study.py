@@ -51,16 +51,15 @@ def main() -> None:
     profile = profiles.performance_profile(ten)
     bar = budget_share(profile.times, frame).reindex(index=METHODS, columns=TEN)
     changed = pd.read_json(ABLATION, lines=True)
-    is_language = changed["workload"].str.startswith("gpt")
-    is_noise = changed["workload"].str.contains("noise,|noise in")
+    # Without language models and pure noise, which have only some of the forms.
+    changed = changed[~changed["workload"].str.contains("gpt|noise,|noise in")]
     study = study_shares(frame[is_variant | (frame["method"] == "Untuned")], profile.target)
     blocks = {
         "bar": summary(bar, profile.scores, validation(frame)),
         "cases": cases(),
         "options": options(),
-        "ablation": ablation(changed[~is_language & ~is_noise]),
-        "left-out": left_out(changed[~is_language & ~is_noise]),
-        "language": language(changed[is_language]),
+        "ablation": ablation(changed),
+        "left-out": left_out(changed),
     }
     PAGE.write_text(tables.fill(PAGE.read_text("utf-8"), blocks, str(PAGE)), "utf-8")
     maps = {
@@ -163,16 +162,6 @@ def ablation(frame: pd.DataFrame) -> str:
     table["validation loss of all"] = relative_changes(frame, "valid_loss")
     order = [*frame["constant"].drop_duplicates(), "standard error"]
     return markdown(pd.DataFrame(table).reindex(order).dropna().rename_axis("changed"))
-
-
-def language(frame: pd.DataFrame) -> str:
-    """The same for language models and the forms that are meant for long runs."""
-    table = {
-        f"{name}, {title}": changes_of(part, loss).mean(axis=1).droplevel(1).map("{:+.1f}".format)
-        for name, part in frame[frame["factor"] == 1].groupby("workload")
-        for title, loss in (("training", "train_loss"), ("validation", "valid_loss"))
-    }
-    return markdown(pd.DataFrame(table).rename_axis("changed"))
 
 
 def relative_changes(frame: pd.DataFrame, loss: str) -> pd.Series:
