@@ -145,7 +145,7 @@ class SimulatedDevice(TorchDispatchMode):
             "_lazy_init": lambda: None,
             "get_rng_state": lambda *_: torch.get_rng_state(),
             "is_current_stream_capturing": lambda: False,
-            "set_rng_state": lambda state, *_: torch.set_rng_state(state),
+            "set_rng_state": lambda state, *_, **__: torch.set_rng_state(state),
             "synchronize": lambda *_: self._record("synchronize", {"sync": 1}),
         }
         for module in {torch.cuda, getattr(torch, self.device.type, torch.cuda)}:

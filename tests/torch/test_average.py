@@ -96,6 +96,28 @@ def test_train_warns_if_it_overwrites_weights_that_were_loaded_at_the_average(ch
     assert_same(values(run.params), x)
 
 
+def test_eval_and_train_leave_a_frozen_parameter_alone(recwarn):
+    run = Run(UNTUNED).train()
+    frozen, opt = run.params[0], run.opt
+    frozen.requires_grad_(False)
+    before = frozen.detach().clone()
+    opt.eval()
+    assert_same(frozen.detach(), before)
+    written([frozen], lambda p: p + 1)
+    opt.train()
+    assert_same(frozen.detach(), before + 1)
+    assert not recwarn
+
+
+def test_weights_that_were_loaded_at_the_average_are_warned_of_after_a_group_was_added():
+    run = Run(UNTUNED).train()
+    run.opt.eval()
+    written(run.params, lambda p: p + 1)
+    run.opt.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.warns(UserWarning, match="written to after"):
+        run.opt.train()
+
+
 @pytest.mark.parametrize("saved_at_average", [False, True])
 @pytest.mark.parametrize("copied", [False, True])  # by Lightning, after loading a checkpoint
 def test_a_state_that_is_loaded_at_the_average_belongs_to_the_weights_there(

@@ -231,13 +231,22 @@ def test_freezing_around_eval_keeps_the_addresses_of_the_numbers(case):
 
 
 @every
+def test_a_frozen_parameter_without_memory_may_be_passed_along(case):
+    offloaded = nn.Parameter(torch.empty(3, device="meta"), requires_grad=False)
+    x = nn.Parameter(torch.ones(3))
+    opt = case([x, offloaded])
+    case.descend(opt, [x], [[g] for g in torch.ones(3, 3)])
+    assert (x < 1).all()
+
+
+@every
 def test_a_frozen_parameter_may_be_emptied(case):
     params = [parameter(1.0, 2.0), parameter(3.0)]
     opt = case(params)
     descend(case, opt, params)
     params[0].requires_grad_(False)
     params[0].data, params[0].grad = torch.empty(0, dtype=params[0].dtype), None
-    opt.state_dict()
+    opt.load_state_dict(opt.state_dict())
     if not case.paired:
         opt.eval()
         opt.train()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from ast import literal_eval
 from typing import Any
 
 import torch
@@ -43,8 +42,10 @@ def _parse(value: Any) -> Any:
     """Convert "0.01", "True" and "bfloat16"; return anything that is not a string unchanged."""
     if not isinstance(value, str):
         return value
+    if value.lower() in ("true", "false", "none"):
+        return {"true": True, "false": False, "none": None}[value.lower()]
     dtype = getattr(torch, value.removeprefix("torch."), None)
-    return dtype if isinstance(dtype, torch.dtype) else literal_eval(value.capitalize())
+    return dtype if isinstance(dtype, torch.dtype) else float(value)
 
 
 # Without underscores, which timm takes for the sign of a wrapper.

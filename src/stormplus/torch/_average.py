@@ -44,9 +44,9 @@ class AveragedOptimizer(BaseOptimizer):
             reshard()
             for info in self._infos:
                 p, state = info.p, info.state
-                if "z_minus_x" in state:
+                if p.requires_grad:  # a frozen parameter stays where it is
                     state["iterate"] = p.detach().clone()
-                    if state["initialized"] and p.numel():  # a frozen one may be emptied
+                    if state["initialized"]:
                         local(p).copy_(_average(state))
             self._shared_state["averaged"] = 1
         for info in self._infos:
@@ -85,7 +85,9 @@ class AveragedOptimizer(BaseOptimizer):
         for info in self._infos if self.at_average else ():
             p, state = info.p, info.state
             # None after loading: the state belongs to whatever is there.
-            if info.average_version in (None, p._version) or not state["initialized"]:
+            if info.average_version in (None, p._version) or "iterate" not in state:
+                continue
+            if not state["initialized"]:
                 continue
             # The same weights again change nothing. Shards are not compared: it matters more that
             # all processes come to the same answer.
@@ -152,7 +154,11 @@ class AveragedOptimizer(BaseOptimizer):
 
     def _check_loaded(self, state_dict: State) -> None:
         saved = entries(state_dict)
-        has_iterates = all("iterate" in entry for entry in saved if entry.get("initialized"))
+        has_iterates = all(
+            "iterate" in entry
+            for entry, p in zip(saved, self.parameters())
+            if entry.get("initialized") and p.requires_grad
+        )
         if scalars_of(saved)["averaged"] and not has_iterates:
             raise ValueError(
                 "the state was saved after eval(), and the iterate that train() puts back is not "

@@ -199,11 +199,13 @@ class BaseOptimizer(Optimizer, ABC):
         for p in self.state.keys() - set(params):
             if isinstance(p, Tensor):
                 del self.state[p]
+        versions = {id(info.p): info.average_version for info in self._infos}
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
                 info = ParamInfo(p, group, self.state[p], len(self._infos), norm_groups(p))
                 info.state.setdefault("initialized", 0)
+                info.average_version = versions.get(id(p))
                 self._infos.append(info)
         self._known_groups = self._groups_now()
         # In the same order on every rank.
@@ -212,8 +214,8 @@ class BaseOptimizer(Optimizer, ABC):
         shard_groups = (g for info in self._infos for g in info.process_groups)
         self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_state()
-        # On an accelerator, if there is one.
-        self._where = max(reversed(params), key=lambda p: p.device.type != "cpu")
+        # On an accelerator, if a trainable parameter is.
+        self._where = max(reversed(params), key=lambda p: (p.requires_grad, p.device.type != "cpu"))
         device, states = self._where.device, [info.state for info in self._infos]
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
@@ -358,6 +360,7 @@ class BaseOptimizer(Optimizer, ABC):
         self.state.clear()
         self._skips_reported, self._skips_on_host = 0.0, None
         self.generation += 1
+        self._infos = []
         self._rebuild()
 
     # -- checkpoints and copies ------------------------------------------------------------------
@@ -401,6 +404,7 @@ class BaseOptimizer(Optimizer, ABC):
             for entry, p in zip(_checkpoint.entries(saved), self.parameters()):
                 self.state[p] = _checkpoint.copied(entry)
             self.generation += 1
+            self._infos = []
             self._rebuild()
             self._skips_reported, self._skips_on_host = float(self.skipped), None
 
@@ -418,5 +422,5 @@ class BaseOptimizer(Optimizer, ABC):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         if "generation" in state:  # a copy; torch's loader calls this too
-            self._pass_hooks = OrderedDict()
+            self._pass_hooks, self._infos = OrderedDict(), []
             self._rebuild()

@@ -93,7 +93,7 @@ def check_complete(
             "opt.state_dict(); save and load what its get_state_dict(model, opt) returns"
         )
     for i, (entry, (p, buffers)) in enumerate(zip(saved, kinds)):
-        for name in buffers.keys() & entry.keys():
+        for name in buffers.keys() & entry.keys() if p.requires_grad else ():
             if tuple(entry[name].shape) != buffers[name].shape_for(p):
                 raise ValueError(
                     f"the state of parameter {i} has the shape {tuple(entry[name].shape)}, the "

@@ -30,7 +30,7 @@ class same_sample:
     drawn):
 
         with same_sample(opt, model):
-            if opt.started:
+            if opt.started and not opt.pending:
                 backward()
                 opt.move()
             backward()

@@ -139,7 +139,7 @@ class PairedOptimizer(BaseOptimizer):
         if not self._trainer_checked:
             check_trainer(self)
             self._trainer_checked = True
-        if self._state_owner.is_cuda and torch.cuda.is_current_stream_capturing():
+        if self._where.is_cuda and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("a CUDA graph cannot call a closure: capture move() and estimate()")
         evaluate = torch.enable_grad()(closure)
         with self.lock():
@@ -153,7 +153,7 @@ class PairedOptimizer(BaseOptimizer):
             self._move()
             self.pending_streams = streams
             streams.rewind()
-            unchanged = gradients_unchanged([info.p for info in self._infos])
+            unchanged = gradients_unchanged([i.p for i in self._infos if i.p.requires_grad])
             evaluate()
             if unchanged():
                 raise RuntimeError(_NO_GRADIENT)

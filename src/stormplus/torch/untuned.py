@@ -258,7 +258,9 @@ class Untuned(AveragedOptimizer):
     def _per_tensor_options(self) -> _PerTensorOptions:
         """Return what is constant; it is uploaded again only if the groups have changed."""
         table, infos, groups = self._tensor_table, self._infos, self.param_groups
-        lr_multiplies_later = [not table.on_host and _is_on_device(g["lr"]) for g in groups]
+        lr_multiplies_later = [
+            not (table.on_host or getattr(g["lr"], "is_cpu", True)) for g in groups
+        ]
         lrs = [1.0 if later else float(g["lr"]) for g, later in zip(groups, lr_multiplies_later)]
         names = "factor", "weight_decay", "maximize"
         key = (
@@ -272,25 +274,30 @@ class Untuned(AveragedOptimizer):
             group_of = [i for i, group in enumerate(groups) for _ in group["params"]]
             of_groups = [[g[name] for g in groups] for name in names]
             factor, decay, maximize = np.array(of_groups, np.float64)[:, group_of]
-            params = [info.p for info in infos]
-            moves = [p.requires_grad and p.numel() > 0 for p in params]
-            axes = [(p.ndim + p.is_complex()) * moving for p, moving in zip(params, moves)]
-            arrays = _PerTensorOptions(
-                lr=np.array(lrs)[group_of] * factor,
-                weight_decay=decay,
-                sign=1.0 - 2.0 * maximize,
-                eligible=np.array(rule.eligible_tensors(axes)) & np.array(moves),
-                size=np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
-                sample_count=np.array([max(1.0, coordinate_count(p)) for p in params]),
-                natural_scale=np.array([rule.natural_scale(_inputs(p)) for p in params]),
-            )
-            options = table.cache[key] = _PerTensorOptions(*table.upload(*arrays))
+            rates = np.array(lrs)[group_of] * factor
+            arrays = table.upload(rates, decay, 1.0 - 2.0 * maximize)
+            options = table.cache[key] = _PerTensorOptions(*arrays, *self._constants())
         for group in compress(groups, lr_multiplies_later):
             _, mask = table.select([i.index for i in infos if i.param_group is group])
             scaled = self._on_device(group["lr"]).to(options.lr) * options.lr
             rates = scaled if mask is None else torch.where(mask, scaled, options.lr)
             options = options._replace(lr=rates)
         return options
+
+    def _constants(self) -> tuple[Numbers, ...]:
+        """Return what does not depend on options, as the last fields of `_PerTensorOptions`."""
+        table, params = self._tensor_table, self.parameters()
+        key = "constants", *[p.requires_grad for p in params]
+        if key not in table.cache:
+            moves = [p.requires_grad and p.numel() > 0 for p in params]
+            axes = [(p.ndim + p.is_complex()) * moving for p, moving in zip(params, moves)]
+            table.cache[key] = table.upload(
+                np.array(rule.eligible_tensors(axes)) & np.array(moves),
+                np.array([max(1.0, p.numel() * (1 + p.is_complex())) for p in params]),
+                np.array([max(1.0, coordinate_count(p)) for p in params]),
+                np.array([rule.natural_scale(_inputs(p)) for p in params]),
+            )
+        return tuple(table.cache[key])
 
     def _on_device(self, number: Tensor) -> Tensor:
         return number.to(self._tensor_table.tensor.device, non_blocking=True).reshape(())
@@ -308,7 +315,12 @@ class Untuned(AveragedOptimizer):
             parts.append((tensors.process_groups, table.scatter(squares, tensors.indices)))
         rms = (self._total(parts)[0] / size) ** 0.5
         ceiling = rule.distance_ceiling(rms, natural_scale, table.xp)
-        _, mask = table.select([*chain(*(tensors.indices for tensors in groups))])
+        indices = [*chain(*(tensors.indices for tensors in groups))]
+        for i in indices if table.on_host else ():
+            if not math.isfinite(ceiling[i]):
+                name = parameter_name(self.param_groups, self._infos[i].p)
+                self._fail(f"{name} is not finite; nothing has moved")
+        _, mask = table.select(indices)
         table.write({"ceiling": ceiling, "distance": rule.initial_distance(ceiling)}, mask)
 
     # -- what the base class needs -----------------------------------------------------------------
@@ -329,10 +341,6 @@ class Untuned(AveragedOptimizer):
             f"a group of Untuned was added with lr={float(lr):g}; lr is only a multiplier here "
             "(default 1.0)"
         )
-
-
-def _is_on_device(lr: Any) -> bool:
-    return isinstance(lr, Tensor) and lr.device.type != "cpu"
 
 
 def _inputs(p: Tensor) -> int:
