@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
+import struct
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -126,6 +127,12 @@ class SampledCoordinates:
         every_kth = np.array_equal(index_here, range(0, x.numel(), stride))
         stride = stride if every_kth and _is_range(places_here) else 0
         return cls(size, len(sampled), len(index_here), *uploaded, stride)
+
+    @cached_property
+    def packed(self) -> bytes:
+        """What native.c calls a `Sample`, packed once: it took 2 % of a step on small tensors."""
+        pointers = self.index.data_ptr(), self.in_whole.data_ptr()
+        return struct.pack("4q", self.count_here, self.stride, *pointers)
 
     def store(self, x: Tensor, whole: Tensor, process_groups: ProcessGroups) -> None:
         """Write the sampled coordinates of x into `whole`, complete on every process."""

@@ -35,14 +35,19 @@ typedef struct {
 } Coefficients;
 
 /* The fields of `_Arguments` in native.py; what a pass does not use is zero. */
+/* How many coordinates of a tensor are sampled: every k-th one or, where the stride is 0, which, and
+   where they are in the whole sample. */
+typedef struct {
+    int64_t count, stride;
+    const int64_t *index, *in_whole;
+} Sample;
+
 typedef struct {
     int64_t count; /* of tensors; each of the lists has one entry per tensor */
     const int64_t *sizes;
     void *const *params, *const *grads, *const *estimators;
     void *const *z_minus_x, *const *grad_rms, *const *initial_sample, *const *masters;
-    /* How many coordinates are sampled: every k-th one or, where the stride is 0, which, and where
-       they are in the whole sample. */
-    const int64_t *sample_counts, *sample_strides, *const *sample_index, *const *sample_in_whole;
+    const Sample *samples;
     double *sums; /* two per tensor: |g|^2 and |d|^2, or the sums of u^2 and of (z - z_1)^2 */
     int threads;
     double sign, l2;          /* -1 to maximize; weight decay as part of the objective */
@@ -336,10 +341,10 @@ INLINE WIDE NAME(update)(const Arguments *args, int64_t tensor, int64_t start, i
 /* Returns the sum of (z - z_1)^2 over the sampled elements of a chunk. */
 INLINE double NAME(measure)(const Arguments *args, const Chunk *chunk, int64_t stride, Dtype state,
                             Dtype dtype) {
-    const int64_t tensor = chunk->tensor, samples = args->sample_counts[tensor];
-    const int64_t *index = args->sample_index[tensor], *in_whole = args->sample_in_whole[tensor];
-    const int64_t first = first_sample(index, samples, stride, chunk->start);
-    const int64_t end = first_sample(index, samples, stride, chunk->stop);
+    const int64_t tensor = chunk->tensor;
+    const Sample sample = args->samples[tensor];
+    const int64_t first = first_sample(sample.index, sample.count, stride, chunk->start);
+    const int64_t end = first_sample(sample.index, sample.count, stride, chunk->stop);
     const void *param = args->params[tensor], *z_minus_x = args->z_minus_x[tensor];
     const int has_master = dtype == BF16 || dtype == F16;
     const WIDE *z_1 = args->initial_sample[tensor];
@@ -347,7 +352,7 @@ INLINE double NAME(measure)(const Arguments *args, const Chunk *chunk, int64_t s
     double displacement_sq = 0;
 #pragma omp simd reduction(+ : displacement_sq)
     for (int64_t k = first; k < end; k++) {
-        int64_t i = stride ? k * stride : index[k], place = stride ? k : in_whole[k];
+        int64_t i = stride ? k * stride : sample.index[k], place = stride ? k : sample.in_whole[k];
         WIDE y = (WIDE)load(param, i, dtype), e = (WIDE)load(z_minus_x, i, state);
         if (has_master) y = master[i] + 0 * y; /* y can be infinite where its master is not */
         double moved = (double)(y + (WIDE)B * e - z_1[place]);
@@ -358,7 +363,7 @@ INLINE double NAME(measure)(const Arguments *args, const Chunk *chunk, int64_t s
 
 INLINE void NAME(untuned_chunk)(const Arguments *args, Chunk *chunk, int decays, Dtype state,
                                 Dtype dtype) {
-    const int64_t tensor = chunk->tensor, stride = args->sample_strides[tensor];
+    const int64_t tensor = chunk->tensor, stride = args->samples[tensor].stride;
     for (int64_t start = chunk->start; start < chunk->stop; start += PORTION) {
         int64_t stop = MIN(start + PORTION, chunk->stop);
         chunk->sums[0] += NAME(update)(args, tensor, start, stop, decays, state, dtype);
