@@ -214,11 +214,16 @@ class BaseOptimizer(Optimizer, ABC):
         shard_groups = (g for info in self._infos for g in info.process_groups)
         self._shard_groups = list(dict.fromkeys(shard_groups))
         self._place_state()
-        # On an accelerator, if a trainable parameter is.
-        self._where = max(reversed(params), key=lambda p: (p.requires_grad, p.device.type != "cpu"))
+        self._where = self._main_parameter()
+        self._devices_differ = any(p.device != self._where.device for p in params)
         device, states = self._where.device, [info.state for info in self._infos]
         self._shared_table = ScalarTable(self._shared_initial, [self._shared_state], device)
         self._tensor_table = ScalarTable(self._tensor_initial, states, device)
+
+    def _main_parameter(self) -> Tensor:
+        """Return the parameter whose device has the numbers: an accelerator, if one is trained."""
+        params = reversed(self.parameters())
+        return max(params, key=lambda p: (p.requires_grad, p.device.type != "cpu"))
 
     def _groups_now(self) -> list[tuple[int, ...]]:
         """Return what changes if groups or parameters are added, removed or replaced."""
@@ -266,6 +271,8 @@ class BaseOptimizer(Optimizer, ABC):
                 "opt.state was emptied or edited: call opt.reset() to start over, or load a state "
                 "with opt.load_state_dict()"
             )
+        if self._devices_differ:  # one may have been frozen or unfrozen
+            self._where = self._main_parameter()
         if (
             scalars is not self._shared_state  # Lightning copies dictionaries
             or self._groups_now() != self._known_groups
