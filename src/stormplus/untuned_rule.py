@@ -35,7 +35,7 @@ class UntunedScalars(NamedTuple):
 
     Attributes:
         step: How many gradients the tensor has had.
-        step_size: eta of the last step: how far a coordinate with |g| = s moves.
+        step_size: eta of the last step; how far z moves where |g| = s, but for the group's lr.
         distance: r of the next step.
         ceiling: R, the tensor's scale. r exceeds it only while the steps agree.
         effective_steps: The steps so far, each counted as the part of the tensor that it moved.
@@ -115,7 +115,7 @@ def eligible_tensors(axes: Sequence[int]) -> list[bool]:
 
 
 def next_step_size(scalars: UntunedScalars, xp: Library) -> Array:
-    """Return eta: r over the root of the steps so far, bounded until the steps agree.
+    """Return eta: r over the root of the steps so far, within a bound that evidence raises.
 
     The exponent is 1/2, not the 1/3 of STORM+: without the correction the variance of the gradients
     does not decrease with t.
@@ -127,8 +127,8 @@ def next_step_size(scalars: UntunedScalars, xp: Library) -> Array:
 def grad_weight(t: Array) -> Array:
     """Return the weight of the t-th squared gradient in s^2: about the last third of the run.
 
-    (g / s)^2 is then at most (t + 2) / 3, so that a coordinate with a gradient in every step never
-    moves by more than r.
+    (g / s)^2 is then at most (t + 2) / 3, so that a step of r / sqrt(t) moves no coordinate by more
+    than r.
     """
     return 3.0 / (t + 2.0)
 

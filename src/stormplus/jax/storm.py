@@ -60,8 +60,8 @@ class StormState(NamedTuple):
         gain: a_{t+1}.
         step_size: eta_t.
         unit: The unit of the gradient in use; 1 until "first" has seen a gradient.
-        sum_g_sq: The sum of |g_i|^2, in units of `unit`.
-        sum_d_sq_over_a: The sum of |d_i|^2 / a_{i+1}, likewise.
+        sum_g_sq: The sum of |g_i / unit|^2.
+        sum_d_sq_over_a: The sum of |d_i / unit|^2 / a_{i+1}.
         estimator: d_t, like the parameters but float32 or wider.
     """
 
@@ -101,7 +101,7 @@ def storm_plus(
         lr: Multiplies eta_t in the move and enters no rule: a number, or a schedule, which is
             a function of the number of previous moves.
         weight_decay: L2, part of the objective: in both gradients, and so in the norms.
-        decoupled_weight_decay: Instead, `x <- x - lr eta_t (d + weight_decay x)`.
+        decoupled_weight_decay: Instead, `x <- x - lr eta_t (d / unit + weight_decay x)`.
         maximize: Ascend: the gradients change sign, the weight decay does not.
         unit: The unit of the gradient. The rule sees g / unit and d / unit, and the move is
             `x <- x - lr eta_t d / unit`, as if the loss were divided by it. 1.0 is the paper.

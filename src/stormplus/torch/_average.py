@@ -21,7 +21,7 @@ _ADAM_LIKE_LR = 0.03  # OneCycleLR(max_lr=1.0) starts at 0.04
 class AveragedOptimizer(BaseOptimizer):
     """Parameters y between a fast iterate z and its average x, of which `z_minus_x` is stored."""
 
-    _state_dtype: torch.dtype | None  # of z_minus_x and grad_rms; None: the parameters' precision
+    _state_dtype: torch.dtype | None  # of z_minus_x and grad_rms
     _lr_checked = False
     _compared = 0  # the generation whose parameters were compared with the state
 

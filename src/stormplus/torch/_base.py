@@ -91,7 +91,7 @@ class BaseOptimizer(Optimizer, ABC):
 
     @property
     def skipped(self) -> int:
-        """How many samples a device has skipped. Reading it waits for the device."""
+        """How many samples were not finite on a device. Reading it waits for the device."""
         return int(self._shared_state["skipped"])
 
     def register_pass_hook(self, hook: Callable[[Any, str], Any]) -> RemovableHandle:

@@ -57,7 +57,8 @@ class PairedOptimizer(BaseOptimizer):
     once). A subclass only sets `rule`.
 
     A gradient that is not finite raises `FloatingPointError`: on the CPU at once; on an
-    accelerator, which skips the sample without waiting, one step late.
+    accelerator one step late, without waiting: if it is a sample's first, the sample is skipped, if
+    it is the second, the estimator restarts.
 
     A checkpoint or a copy made between the two evaluations restarts the estimator, as `restart()`.
 
@@ -437,7 +438,7 @@ def _decay_decoupled(tensors: TensorGroup, decay: Number, skip: Tensor | None) -
         return
     if skip is not None:
         decay = torch.where(skip, 0, decay)
-    # In half precision 1 - decay would be 1.
+    # Rounded to half precision, 1 - decay would lose more digits than decay.
     decayed = torch._foreach_mul(tensors.params, decay.to(tensors.params[0], non_blocking=True))
     torch._foreach_sub_(tensors.params, decayed)
 

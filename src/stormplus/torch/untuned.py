@@ -72,13 +72,14 @@ class Untuned(AveragedOptimizer):
             1 - weight_decay * eta / (R sqrt(inputs per output)), so that all tensors decay alike.
         maximize: Maximize the objective instead.
         state_dtype: torch.bfloat16 keeps the two buffers in 16 bits, stochastically rounded so that
-            small changes count in the mean: half the memory. None: the parameters' precision.
+            small changes count in the mean: half the memory. None: as the parameters, but
+            at least float32.
         check_finite: Detect gradients that are not finite, before anything has moved.
     """
 
     _shared_initial: ClassVar[dict[str, float]] = {"grad_evaluations": 0.0, "skipped": 0.0}
     _tensor_initial: ClassVar[dict[str, float]] = {
-        # The fields of `UntunedScalars`.
+        # `UntunedScalars.to_rows`, and the RMS of z - z_1.
         "step": 0.0,
         "step_size": 0.0,
         "distance": 0.0,
@@ -87,7 +88,7 @@ class Untuned(AveragedOptimizer):
         "effective_steps_lost": 0.0,
         "walk": rule.INITIAL_WALK,
         "evidence": 0.0,
-        "displacement": 0.0,  # the RMS of z - z_1
+        "displacement": 0.0,
     }
     _buffer_names = ("z_minus_x", "grad_rms", "initial_sample", "master")
     _copied_names = ("_state_dtype", "_compared", "_lr_checked")

@@ -34,7 +34,6 @@ typedef struct {
     double alpha, max_move, decay, grad_weight, average_weight, grad_factor, step;
 } Coefficients;
 
-/* The fields of `_Arguments` in native.py; what a pass does not use is zero. */
 /* How many coordinates of a tensor are sampled: every k-th one or, where the stride is 0, which, and
    where they are in the whole sample. */
 typedef struct {
@@ -42,6 +41,7 @@ typedef struct {
     const int64_t *index, *in_whole;
 } Sample;
 
+/* The fields of `_Arguments` in native.py; what a pass does not use is zero. */
 typedef struct {
     int64_t count; /* of tensors; each of the lists has one entry per tensor */
     const int64_t *sizes;

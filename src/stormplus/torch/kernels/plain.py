@@ -13,7 +13,7 @@ y = (1 - b) z + b x, and e = z - x. With m = e - move, where a move includes the
 so that x = y - (1 - b) e and z = y + b e. e is small compared with the weights: rounding it to 16
 bits costs little.
 
-Every pass takes `skip`: None, or a flag on the device. If it is set, the pass changes nothing.
+A pass that writes takes `skip`: None, or a flag on the device. If it is set, nothing changes.
 """
 
 from __future__ import annotations
