@@ -98,8 +98,9 @@ def test_train_warns_if_it_overwrites_weights_that_were_loaded_at_the_average(ch
 
 def test_eval_and_train_leave_a_frozen_parameter_alone(recwarn):
     run = Run(UNTUNED).train()
-    frozen, opt = run.params[0], run.opt
+    (frozen, *others), opt = run.params, run.opt
     frozen.requires_grad_(False)
+    UNTUNED.descend(opt, others, [[torch.ones_like(p) for p in others]])
     before = frozen.detach().clone()
     opt.eval()
     assert_same(frozen.detach(), before)

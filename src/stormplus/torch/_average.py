@@ -44,9 +44,10 @@ class AveragedOptimizer(BaseOptimizer):
             reshard()
             for info in self._infos:
                 p, state = info.p, info.state
-                if p.requires_grad:  # a frozen parameter stays where it is
+                # A frozen parameter stays where other steps have left it.
+                if "z_minus_x" in state and not info.left_out:
                     state["iterate"] = p.detach().clone()
-                    if state["initialized"]:
+                    if state["initialized"] and p.numel():  # it may be emptied
                         local(p).copy_(_average(state))
             self._shared_state["averaged"] = 1
         for info in self._infos:

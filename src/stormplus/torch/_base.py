@@ -199,13 +199,16 @@ class BaseOptimizer(Optimizer, ABC):
         for p in self.state.keys() - set(params):
             if isinstance(p, Tensor):
                 del self.state[p]
-        versions = {id(info.p): info.average_version for info in self._infos}
+        known = {id(info.p): info for info in self._infos}
         self._infos, self._group_keys = [], dict[Any, int]()
         for group in self.param_groups:
             for p in group["params"]:
                 info = ParamInfo(p, group, self.state[p], len(self._infos), norm_groups(p))
                 info.state.setdefault("initialized", 0)
-                info.average_version = versions.get(id(p))
+                info.left_out = not p.requires_grad
+                if id(p) in known:
+                    info.left_out = known[id(p)].left_out
+                    info.average_version = known[id(p)].average_version
                 self._infos.append(info)
         self._known_groups = self._groups_now()
         # In the same order on every rank.
@@ -293,7 +296,8 @@ class BaseOptimizer(Optimizer, ABC):
         for info in self._infos:
             p, state = info.p, info.state
             g, is_initialized = p.grad, state["initialized"]
-            if not p.requires_grad:
+            info.left_out = not p.requires_grad
+            if info.left_out:
                 if missing_is_zero:
                     state["initialized"] = 0
                 continue

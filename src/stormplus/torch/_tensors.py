@@ -84,6 +84,7 @@ class ParamInfo:
     kernels: ModuleType | None = None  # None if it has no elements
     group_key: int = 0  # the same for parameters that one pass may handle together
     is_ordinary: bool = True  # contiguous and real, of type Tensor or Parameter
+    left_out: bool = False  # whether it is frozen, and was when the last step was taken
     average_version: int | None = None  # its version counter where `Untuned.eval()` has left it
 
 
