@@ -8,7 +8,7 @@ INSTALLED = bool(find_spec("jax") and find_spec("optax"))
 collect_ignore_glob = [] if INSTALLED else ["test_*.py"]
 # Tests of how the transformations live inside what optax 0.2.4 lacks: `partition`,
 # `selective_transform`, functions as arguments through `MultiSteps`.
-OPTAX_0_2_5 = ("test_partition_", "-partition]", "-selective_transform]", "test_multi_steps_")
+OPTAX_0_2_5 = ("test_partition_", "partition]", "selective_transform]", "test_multi_steps_")
 
 
 @pytest.hookimpl(tryfirst=True)
