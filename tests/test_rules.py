@@ -125,6 +125,8 @@ def test_compensated_float32_sum_is_float64_accurate(terms):
             for name in ("theta", "w", "c", "smoothness")
             for bad in (0, -1.0, math.inf, math.nan, "1", None, np.array(1.0))
         ),
+        (partial(StormRule, smoothness=1e-170), r"eta\^2 must be positive and finite, got 0"),
+        (partial(StormRule, smoothness=1e170), r"eta\^2 must be positive and finite, got inf"),
         (partial(MetaStormSGRule, p=0.6), "p must be between 1/4 and 1/2, got 0.6"),
         (partial(MetaStormNARule, b_0=0), "b_0 must be a positive finite number, got 0"),
         (partial(AdaStormRule, 100, alpha=0.5), "alpha must be below 1/3"),

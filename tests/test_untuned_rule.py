@@ -104,6 +104,20 @@ def test_the_least_ratio_by_hand(library, ratio, walk, axes, least):
     assert found == pytest.approx(1 + least, abs=1e-13)
 
 
+def test_noise_is_no_evidence_and_a_direction_is():
+    """A walk of a thousand coordinates, with a tenth of signal in its squared steps, or none."""
+    noise, eligible = np.random.default_rng(0).standard_normal((300, 1000)), np.array([True])
+    for signal, low, high in ((0.0, 0.0, 0.1), (0.3, 20.0, 30.0)):
+        moved = np.sqrt(np.mean(np.cumsum(noise + signal, 0) ** 2, 1, keepdims=True))
+        walk = np.cumsum(np.mean((noise + signal) ** 2, 1, keepdims=True), 0)
+        ratio = rule.displacement_ratio(moved, walk)
+        found = [float(rule.least_ratio(*row, eligible, np)) - 1 for row in zip(ratio, walk)]
+        # By hand: t^2 signal^2 + t, over t (1 + signal^2), less 1, is (t - 1) times this.
+        expected = np.arange(300) * signal**2 / (1 + signal**2)
+        np.testing.assert_allclose(found, expected, atol=0.15 + 0.1 * expected.max())
+        assert low <= found[-1] <= high
+
+
 def test_weight_decay_removes_at_most_all_of_a_tensor(library):
     rates, alpha = library.array([1e9, 1e30, 0]), library.array([0.02, 1, 0.02])
     natural, ceiling = library.array([0.5] * 3), library.array([0.5, 1e-20, 0.5])

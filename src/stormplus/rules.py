@@ -153,6 +153,13 @@ class StormRule:
 
     def __post_init__(self) -> None:
         _check_positive(self)
+        if any(type(v).__module__.startswith("jax") for v in vars(self).values()):
+            return
+        eta = self.theta / self.w ** (1 / 3)  # the largest: before the first gradient
+        # Products overflow to inf, where `**` would raise OverflowError.
+        a = self.smoothness * self.smoothness * self.c * eta * eta
+        if not 0 < a < math.inf:
+            raise ValueError(f"c L^2 eta^2 must be positive and finite, got {a} from {self}")
 
     def __call__(self, sums: Sums, g_sq: Scalar, d_sq: Scalar, t: Scalar) -> Outcome:
         sum_g_sq = sums.sum_g_sq.plus(g_sq)
@@ -295,7 +302,8 @@ def describe(rule: Any) -> dict[str, Any]:
     """Return what a checkpoint stores about a rule: the name of its class, and its fields."""
     if is_dataclass(rule) and not isinstance(rule, type):
         constants = {f"rule.{f.name}": getattr(rule, f.name) for f in fields(rule)}
-        if all(isinstance(value, (int, float, str)) for value in constants.values()):
+        # NaN differs from itself, so that no checkpoint would match.
+        if all(isinstance(v, (int, float, str)) and v == v for v in constants.values()):  # noqa: PLR0124
             return {"rule": type(rule).__name__} | constants
     raise TypeError(
         "a rule must be an instance of a frozen dataclass, whose fields are numbers or strings, "

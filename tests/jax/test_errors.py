@@ -31,7 +31,8 @@ OF_PAIRS = [
 ]
 OF_STORM = [({"w": 0}, ValueError, "w must be a positive finite number, got 0")]
 OF_UNTUNED = [
-    ({"lr": 0.1}, TypeError, "unexpected keyword argument 'lr'"),
+    ({"lr": 0.1}, TypeError, r"no learning rate.*factor=.*lr=0\.1"),
+    ({"learning_rate": 0.1}, TypeError, "no learning rate.*learning_rate"),
     ({"factor": {"z": 1.0}}, ValueError, "pytree|mismatch"),
     ({"weight_decay": {"a": -1.0, "b": 0.0}}, ValueError, "weight_decay must be .* got -1.0"),
     ({"unit": None}, TypeError, "unexpected keyword argument 'unit'"),

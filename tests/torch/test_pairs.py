@@ -1,5 +1,7 @@
 """What only the paired optimizers do: two gradients per sample, move and estimate."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -297,7 +299,7 @@ def test_a_step_without_a_closure_shows_how_to_write_one():
         Run(PLAIN).opt.step()
 
 
-@pytest.mark.parametrize("rule", [None, OwnRule, OwnRule(abs)], ids=str)
+@pytest.mark.parametrize("rule", [None, OwnRule, OwnRule(math.nan), OwnRule(abs)], ids=str)
 def test_a_rule_that_a_checkpoint_cannot_identify_is_refused(rule):
     with pytest.raises(TypeError, match=r"dataclass|numbers"):
         with_rule([nn.Parameter(torch.ones(2))], rule)

@@ -14,8 +14,9 @@ Neither z nor x is stored: z = y + b e and x = y - (1 - b) e.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +49,9 @@ from stormplus.jax._untuned_leaf import (
 )
 from stormplus.rules import Sum
 from stormplus.untuned_rule import INITIAL_WALK, INTERPOLATION, UntunedScalars
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 
 class UntunedState(NamedTuple):
@@ -84,6 +88,25 @@ class UntunedState(NamedTuple):
     master: PyTree
 
 
+def _without_lr(make: Callable[P, R]) -> Callable[P, R]:
+    """Raise if a learning rate is passed."""
+
+    # A decorator: `optax.inject_hyperparams` reads the signature, which must not have `**kwargs`.
+    @functools.wraps(make)
+    def checked(*args: P.args, **kwargs: P.kwargs) -> R:
+        rates = [f"{k}={kwargs[k]!r}" for k in ("lr", "learning_rate") if k in kwargs]
+        if args or rates:
+            raise TypeError(
+                "untuned has no learning rate: every leaf finds its step size from its own scale "
+                "and from how far it has come. Leave it out; factor= is for a schedule, or to "
+                f"slow some leaves down; got {', '.join([*map(repr, args), *rates])}"
+            )
+        return make(*args, **kwargs)
+
+    return checked
+
+
+@_without_lr
 def untuned(
     *,
     weight_decay: Number | PyTree = 0.0,
